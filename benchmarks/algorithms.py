@@ -34,16 +34,24 @@ ALGORITHMS: dict[str, Sequence[str]] = {
     "gspo": ("algorithm.loss_type=gspo",),
     "cispo": ("algorithm.loss_type=cispo",),
     "sapo": ("algorithm.loss_type=sapo",),
-    "dapo": ("algorithm={clip_ratio_high: 0.28, dynamic_sampling: {enable: true}, overlong: {buffer: 4}}",),
+    "dapo": (
+        "algorithm={clip_ratio_high: 0.28, dynamic_sampling: {enable: true}, overlong: {buffer: 4}}",
+    ),
     "no_tis": ("algorithm.importance_sampling_fix=false",),
-    "sequence_mis": ("algorithm={importance_sampling_level: sequence, rejection: {level: sequence}}",),
+    "sequence_mis": (
+        "algorithm={importance_sampling_level: sequence, rejection: {level: sequence}}",
+    ),
     "icepop": ("algorithm={importance_sampling_clip: inf, rejection: {level: token}}",),
     "plain_ppo": ("algorithm={importance_sampling_fix: false, old_policy: sampler}",),
     "interpolated": ("algorithm.old_policy=interpolated",),
-    "noisy_rollout": ("algorithm.image_corruption={share: 0.5, strength: 0.15}",),  # 0.5 hides drawings of 48 pixels
+    "noisy_rollout": (
+        "algorithm.image_corruption={share: 0.5, strength: 0.15}",
+    ),  # 0.5 hides drawings of 48 pixels
     "papo": ("algorithm.papo={weight: 0.01, entropy_weight: 0.03}",),
     "distillation": ("algorithm.distillation={teacher_path: TEACHER, reward_weight: 0}",),
-    "distillation_top_k": ("algorithm.distillation={teacher_path: TEACHER, reward_weight: 0, top_k: 8}",),
+    "distillation_top_k": (
+        "algorithm.distillation={teacher_path: TEACHER, reward_weight: 0, top_k: 8}",
+    ),
 }
 #: What stands for the model that `toy-grpo-cpu` makes of the seed's checkpoint, as it is.
 TEACHER = "TEACHER"
@@ -78,7 +86,11 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Path:
         ),
         *args.set,
     ]
-    subprocess.run([sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *overrides], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *overrides],
+        cwd=ROOT,
+        check=True,
+    )
     return folder
 
 
@@ -88,7 +100,11 @@ def teacher(seed: int, folder: Path) -> Path:
 
     run_folder, model = folder / f"teacher-{seed}", folder / f"teacher-{seed}-model"
     if not (model / "config.json").exists():
-        where = [f"runner.output_dir={folder}", f"runner.experiment_name={run_folder.name}", "runner.resume_dir=auto"]
+        where = [
+            f"runner.output_dir={folder}",
+            f"runner.experiment_name={run_folder.name}",
+            "runner.resume_dir=auto",
+        ]
         seeds = [
             f"runner.seed={seed}",
             f"data.seed={seed}",
@@ -103,14 +119,18 @@ def teacher(seed: int, folder: Path) -> Path:
 def spent(folder: Path) -> Iterator[tuple[int, dict]]:
     """Each step of a run: answers generated so far, and its metrics."""
     rows = read_lines(folder / "metrics.jsonl")[0]
-    answers = [row.get("rollout/generated_groups", PLAIN // 8) * 8 if row["step"] else 0 for row in rows]
+    answers = [
+        row.get("rollout/generated_groups", PLAIN // 8) * 8 if row["step"] else 0 for row in rows
+    ]
     yield from zip(accumulate(answers), rows, strict=True)
 
 
 def figures_of(folder: Path, budget: int) -> dict[str, float]:
     """What a run had come to when it had generated `budget` answers."""
     rows = [(answers, row) for answers, row in spent(folder) if answers <= budget]
-    accuracy: list[Point] = [(answers, row["val/accuracy"]) for answers, row in rows if "val/accuracy" in row]
+    accuracy: list[Point] = [
+        (answers, row["val/accuracy"]) for answers, row in rows if "val/accuracy" in row
+    ]
     half = next((answers for answers, value in accuracy if value >= 0.5), float("nan"))
     trained = [row for _, row in rows if row["step"]]
     return {
@@ -128,18 +148,29 @@ def figures_of(folder: Path, budget: int) -> dict[str, float]:
 
 def curve(folder: Path, steps: int) -> list[Point]:
     """Validation accuracy after as many answers as each tenth plain step has generated, between those that were measured."""
-    found = [(answers / PLAIN, row["val/accuracy"]) for answers, row in spent(folder) if "val/accuracy" in row]
-    return [(step, float(np.interp(step, *zip(*found, strict=True)))) for step in range(0, steps + 1, 10)]
+    found = [
+        (answers / PLAIN, row["val/accuracy"])
+        for answers, row in spent(folder)
+        if "val/accuracy" in row
+    ]
+    return [
+        (step, float(np.interp(step, *zip(*found, strict=True))))
+        for step in range(0, steps + 1, 10)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ALGORITHMS)}; none: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(ALGORITHMS)}; none: all"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--minibatches", type=int, default=4, help="optimizer steps of a rollout")
     parser.add_argument("--lr", type=float, default=2e-4, help="the peak of the learning rate")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides, of every run")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides, of every run"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "results/algorithms")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
@@ -148,14 +179,24 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ALGORITHMS)}")
     runs = {name: [run(name, seed, args) for seed in args.seeds] for name in names}
     budget = args.steps * PLAIN
-    table = Table(title=f"val/accuracy after {budget:,} answers, {len(args.seeds)} seeds: mean (lowest … highest)")
+    table = Table(
+        title=f"val/accuracy after {budget:,} answers, {len(args.seeds)} seeds: mean (lowest … highest)"
+    )
     figures: dict[str, float | int] = {
         "steps": args.steps,
         "minibatches": args.minibatches,
         "lr": args.lr,
         "answers": budget,
     }
-    columns = "accuracy", "best", "answers_to_half", "clip_fraction", "entropy", "response_length", "seconds_per_step"
+    columns = (
+        "accuracy",
+        "best",
+        "answers_to_half",
+        "clip_fraction",
+        "entropy",
+        "response_length",
+        "seconds_per_step",
+    )
     for column in ("algorithm", *columns):
         table.add_column(column.replace("_", " "))
     series: dict[str, list[Point]] = {}
@@ -165,10 +206,14 @@ def main() -> None:
         for column in columns:
             values = [one[column] for one in found]
             digits = 0 if column == "answers_to_half" else 3
-            spread = f" ({min(values):.{digits}f} … {max(values):.{digits}f})" if len(values) > 1 else ""
+            spread = (
+                f" ({min(values):.{digits}f} … {max(values):.{digits}f})" if len(values) > 1 else ""
+            )
             cells.append(f"{fmean(values):.{digits}f}{spread}".replace("nan", "–"))
             figures |= {
-                f"{name}, seed {seed}: {column}": v for seed, v in zip(args.seeds, values, strict=True) if v == v
+                f"{name}, seed {seed}: {column}": v
+                for seed, v in zip(args.seeds, values, strict=True)
+                if v == v
             }
         table.add_row(name, *cells)
         series[name] = [point for folder in folders for point in curve(folder, args.steps)]
@@ -183,7 +228,9 @@ def draw(series: dict[str, list[Point]], path: Path) -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     from learning_curve import draw_curve
 
-    draw_curve(series, path, f"Validation accuracy by answers generated ({PLAIN} a step)", "val/accuracy")
+    draw_curve(
+        series, path, f"Validation accuracy by answers generated ({PLAIN} a step)", "val/accuracy"
+    )
     print(f"curves: {path}")
 
 

@@ -39,10 +39,14 @@ def padded_step(
     for g, values in zip(groups, advantages, strict=True):
         rows = [s.ids.astype(np.int64) for s in g.sequences]
         longest, prompt = max(map(len, rows)), g.prefix_length
-        ids = torch.tensor(np.stack([np.pad(r, (0, longest - len(r)), constant_values=pad_id) for r in rows]))
+        ids = torch.tensor(
+            np.stack([np.pad(r, (0, longest - len(r)), constant_values=pad_id) for r in rows])
+        )
         lengths = torch.tensor([len(r) for r in rows])[:, None]
         mask = (torch.arange(longest) < lengths).long()
-        patches = torch.from_numpy(np.concatenate([pixels(image) for image, _ in g.images] * len(rows)))
+        patches = torch.from_numpy(
+            np.concatenate([pixels(image) for image, _ in g.images] * len(rows))
+        )
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,
@@ -69,7 +73,9 @@ def padded_step(
     for (inputs, answer, rollout, advantage), before, base in zip(batches, old, ref, strict=True):
         logp = logprobs(model, inputs)
         ratio = (logp - before).exp()
-        token = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip[0], 1 + clip[1]))
+        token = torch.maximum(
+            -advantage * ratio, -advantage * ratio.clamp(1 - clip[0], 1 + clip[1])
+        )
         token = token * (before - rollout).exp().clamp(max=tis_clip)
         token = token + kl_beta * ((base - logp).exp() - 1 - (base - logp))
         loss = token[answer].sum() / total
@@ -107,7 +113,9 @@ def floor_seconds(
     merge2 = vision.spatial_merge_size**2
     products: Counter[tuple[str, int, int, int]] = Counter()  # (part, m, k, n) → how often
 
-    def linear(part: str, m: int, k: int, n: int, times: int, forwards: int, backwards: int) -> None:
+    def linear(
+        part: str, m: int, k: int, n: int, times: int, forwards: int, backwards: int
+    ) -> None:
         products[part, m, k, n] += forwards * times
         products[part, m, n, k] += backwards * times
         products[part, k, m, n] += backwards * times
@@ -121,7 +129,15 @@ def floor_seconds(
     for name, weight in model.get_submodule(family.vision_tower).named_parameters():
         if weight.ndim >= 2 and "pos_embed" not in name:
             m = patches // rows // (merge2 if "merger" in name else 1)
-            linear("vision", m, weight[0].numel(), weight.shape[0], rows, encodings, 0 if frozen_tower else 1)
+            linear(
+                "vision",
+                m,
+                weight[0].numel(),
+                weight.shape[0],
+                rows,
+                encodings,
+                0 if frozen_tower else 1,
+            )
     rates = {shape: _rate(*shape[1:], device, dtype) for shape in products}
     work = Counter()
     seconds = Counter()
@@ -136,15 +152,26 @@ def floor_seconds(
     seconds["attention"] = (
         2
         * work["attention"]
-        / _rate(answers // len(groups), text.head_dim, mean, device, dtype, text.num_attention_heads * at_once)
+        / _rate(
+            answers // len(groups),
+            text.head_dim,
+            mean,
+            device,
+            dtype,
+            text.num_attention_heads * at_once,
+        )
     )
     seen = sum(math.prod(grid) ** 2 for grid in grids)
     inside = seen * vision.hidden_size * vision.depth * (2 * encodings + (0 if frozen_tower else 4))
     work["vision"] += inside
     seconds["vision"] += (
-        2 * inside / _rate(512, vision.hidden_size // vision.num_heads, 512, device, dtype, 4 * at_once)
+        2
+        * inside
+        / _rate(512, vision.hidden_size // vision.num_heads, 512, device, dtype, 4 * at_once)
     )
-    return {f"{p}_seconds": s for p, s in seconds.items()} | {f"{p}_multiply_adds": float(w) for p, w in work.items()}
+    return {f"{p}_seconds": s for p, s in seconds.items()} | {
+        f"{p}_multiply_adds": float(w) for p, w in work.items()
+    }
 
 
 def _pairs(group: Group) -> float:
@@ -153,7 +180,9 @@ def _pairs(group: Group) -> float:
     return prompt**2 / 2 + sum(n * prompt + n**2 / 2 for n in lengths)
 
 
-def _rate(m: int, k: int, n: int, device: str, dtype: torch.dtype, batch: int | None = None) -> float:
+def _rate(
+    m: int, k: int, n: int, device: str, dtype: torch.dtype, batch: int | None = None
+) -> float:
     """FLOP/s of [m, k] · [k, n] (of `batch` of them at once), the best of several runs."""
     lead = () if batch is None else (batch,)
     a, b = (torch.randn(*lead, *shape, device=device).to(dtype) for shape in ((m, k), (k, n)))

@@ -72,7 +72,11 @@ def title(process: psutil.Process) -> str:
     """A process's title, else its name and what it runs."""
     with suppress(psutil.Error):
         line = process.cmdline()
-        return line[0] if line and line[0].startswith("ray::") else " ".join([process.name(), *line[1:4]])[:80]
+        return (
+            line[0]
+            if line and line[0].startswith("ray::")
+            else " ".join([process.name(), *line[1:4]])[:80]
+        )
     return ""
 
 
@@ -87,7 +91,11 @@ class Cluster:
 
     def up(self, host: Host) -> bool:
         names = ["gcs_server", "raylet"] if host.rank == 0 else ["raylet"]
-        found = [p.name() for p in host.processes() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        found = [
+            p.name()
+            for p in host.processes()
+            if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+        ]
         return all(name in found for name in names)
 
     def start(self, host: Host, wait: str = "60") -> bool:
@@ -124,9 +132,17 @@ class Run:
         self.cluster, self.folder, self.steps = cluster, folder / args.config, args.steps
         self.command = [
             *("bash", str(ROOT / "examples/reasoning/run_main_grpo_vqa.sh"), args.config),
-            *(f"runner.output_dir={folder}", f"runner.max_steps={args.steps}", "runner.resume_dir=auto"),
+            *(
+                f"runner.output_dir={folder}",
+                f"runner.max_steps={args.steps}",
+                "runner.resume_dir=auto",
+            ),
             *("cluster.num_nodes=3", "cluster.component_placement={actor: 0-1, rollout: 2-3}"),
-            *("runner.save_interval=20", "runner.val_check_interval=100", "runner.heartbeat_timeout=15"),
+            *(
+                "runner.save_interval=20",
+                "runner.val_check_interval=100",
+                "runner.heartbeat_timeout=15",
+            ),
             *("runner.max_restarts=1000", *(HARD if args.hard else ()), *args.overrides),
         ]
         self.log = log.open("a")
@@ -182,9 +198,14 @@ class Striker:
         began = time.monotonic()
         what = getattr(self, kind)()
         self.done.append({"kind": kind, "what": what, "step": step})
-        print(f"{time.strftime('%H:%M:%S')} step {step}: {kind} {what} ({time.monotonic() - began:.0f} s)", flush=True)
+        print(
+            f"{time.strftime('%H:%M:%S')} step {step}: {kind} {what} ({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
 
-    def _processes(self, titles: tuple[str, ...] = (), *, of_ray: bool) -> list[tuple[Host, psutil.Process, str]]:
+    def _processes(
+        self, titles: tuple[str, ...] = (), *, of_ray: bool
+    ) -> list[tuple[Host, psutil.Process, str]]:
         """Processes that may be struck: all but the controller, those of Ray only with `of_ray`."""
         found = []
         controller = self.run.controller()
@@ -207,7 +228,9 @@ class Striker:
     def _signal(self, number: signal.Signals, found: list[tuple[Host, psutil.Process, str]]) -> str:
         if not found:
             return "nobody there"
-        host, process, name = self.random.choice(sorted(found, key=lambda item: (item[0].rank, item[2])))
+        host, process, name = self.random.choice(
+            sorted(found, key=lambda item: (item[0].rank, item[2]))
+        )
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
         return f"{name} on {host.ip}"
@@ -220,7 +243,11 @@ class Striker:
 
     def pause(self) -> str:
         host = self.random.choice(self.hosts)
-        found = [process for process in host.processes() if title(process).startswith(("raylet", "gcs_server"))]
+        found = [
+            process
+            for process in host.processes()
+            if title(process).startswith(("raylet", "gcs_server"))
+        ]
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for process in found:
                 with suppress(psutil.NoSuchProcess):
@@ -287,7 +314,11 @@ def struck(cluster: Cluster, folder: Path, args: argparse.Namespace) -> tuple[Ru
     deadline = end + 60 * max(10, args.minutes)
     while not run.ended() and time.monotonic() < deadline:
         trains = run.process is not None and run.step > stepped
-        if killed < CONTROLLERS and trains and run.step >= (killed + 1) * args.steps // (CONTROLLERS + 1):
+        if (
+            killed < CONTROLLERS
+            and trains
+            and run.step >= (killed + 1) * args.steps // (CONTROLLERS + 1)
+        ):
             striker.strike("controller")
             killed, stepped = killed + 1, run.step
         elif due < time.monotonic() < end and (trains or not args.paced):
@@ -300,10 +331,14 @@ def struck(cluster: Cluster, folder: Path, args: argparse.Namespace) -> tuple[Ru
 
 def row_of_group(ledger: list[dict]) -> dict[str, object]:
     """Return the row of data that each group in a ledger answers."""
-    return {name: row for line in ledger for name, row in zip(line["groups"], line["rows"], strict=True)}
+    return {
+        name: row for line in ledger for name, row in zip(line["groups"], line["rows"], strict=True)
+    }
 
 
-def problems_of(folder: Path, reference: Path, steps: int, groups: int, *, in_order: bool) -> tuple[list[str], dict]:
+def problems_of(
+    folder: Path, reference: Path, steps: int, groups: int, *, in_order: bool
+) -> tuple[list[str], dict]:
     """Return what is wrong with the run's files, and figures.
 
     Args:
@@ -322,18 +357,24 @@ def problems_of(folder: Path, reference: Path, steps: int, groups: int, *, in_or
     if not in_order:  # the first step asks for more groups than it trains on
         expected_names = [name for row in undisturbed_ledger for name in row["groups"]]
     if len(set(names)) != steps * groups or sorted(names) != sorted(expected_names):
-        wrong.append(f"ledger.jsonl does not have every group once: {len(set(names))} of {steps * groups}")
+        wrong.append(
+            f"ledger.jsonl does not have every group once: {len(set(names))} of {steps * groups}"
+        )
     if in_order:
         same_rows = [row["rows"] for row in ledger] == [row["rows"] for row in undisturbed_ledger]
     else:
         same_rows = row_of_group(ledger) == row_of_group(undisturbed_ledger)
     if not same_rows:
         wrong.append("ledger.jsonl has other rows than the undisturbed run's")
-    last, other = (rows[-1] if rows else {} for rows in (metrics, rows_of(reference / "metrics.jsonl")))
+    last, other = (
+        rows[-1] if rows else {} for rows in (metrics, rows_of(reference / "metrics.jsonl"))
+    )
     found, expected = last.get("val/accuracy", math.nan), other["val/accuracy"]
     noise = math.sqrt(2 * max(0.01, expected * (1 - expected)) / other["val/problems"])
     if not abs(found - expected) <= 4 * noise:
-        wrong.append(f"val/accuracy is {found:.3f}, the undisturbed run's {expected:.3f}, the noise {noise:.3f}")
+        wrong.append(
+            f"val/accuracy is {found:.3f}, the undisturbed run's {expected:.3f}, the noise {noise:.3f}"
+        )
     left = [str(path) for path in (folder / "checkpoints").glob(".*")]
     if left:
         wrong.append(f"half-written checkpoints: {left}")
@@ -343,22 +384,36 @@ def problems_of(folder: Path, reference: Path, steps: int, groups: int, *, in_or
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30, help="how long there are strikes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="training steps (default: 50 a minute)")
-    parser.add_argument("--every", type=float, nargs=2, default=[30, 60], help="seconds between strikes")
-    parser.add_argument("--paced", action="store_true", help="strike only when a step was done since the last strike")
+    parser.add_argument(
+        "--every", type=float, nargs=2, default=[30, 60], help="seconds between strikes"
+    )
+    parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="strike only when a step was done since the last strike",
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--config", default="toy-grpo-cpu", help="an example's name")
     parser.add_argument(
-        "--hard", action="store_true", help="async, delta, slow constructors, environments that never close"
+        "--hard",
+        action="store_true",
+        help="async, delta, slow constructors, environments that never close",
     )
-    parser.add_argument("--folder", type=Path, help="where the runs are kept, and an undisturbed one is found again")
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs are kept, and an undisturbed one is found again"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="config overrides of both runs")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is taken down
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that everything is taken down
     args.steps = args.steps or int(50 * args.minutes)
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos"))
@@ -377,12 +432,20 @@ def main() -> None:
             keeper.start()
             began = time.monotonic()
             run, striker = struck(cluster, disk, args)
-            wrong, figures = problems_of(run.folder, reference, args.steps, 16, in_order=not args.hard)
+            wrong, figures = problems_of(
+                run.folder, reference, args.steps, 16, in_order=not args.hard
+            )
             if not run.codes or run.codes[-1] != 0:
                 wrong.insert(0, f"the run did not come to its end: step {run.step} of {args.steps}")
             figures |= {"seed": args.seed, "steps": args.steps, "seconds": time.monotonic() - began}
-            figures |= {"undisturbed_seconds": seconds, "strikes": len(striker.done), "starts": run.starts}
-            figures |= {f"strikes_{kind}": n for kind, n in Counter(s["kind"] for s in striker.done).items()}
+            figures |= {
+                "undisturbed_seconds": seconds,
+                "strikes": len(striker.done),
+                "starts": run.starts,
+            }
+            figures |= {
+                f"strikes_{kind}": n for kind, n in Counter(s["kind"] for s in striker.done).items()
+            }
             figures |= {"node_restarts": cluster.restarts.total()}
             cluster.kept.set()
             keeper.join()

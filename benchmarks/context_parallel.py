@@ -67,7 +67,9 @@ def row(tokens: int, vocabulary: int) -> MicroBatch:
     )
 
 
-def work(rank: int, size: int, address: tuple[str, int], folder: str, options: argparse.Namespace, out) -> None:
+def work(
+    rank: int, size: int, address: tuple[str, int], folder: str, options: argparse.Namespace, out
+) -> None:
     torch.set_num_threads(1)
     join_ranks("cpu", rank, size, find(address))
     mesh = Mesh.make("cpu", context=size)
@@ -118,7 +120,10 @@ def measure(size: int, folder: str, options: argparse.Namespace) -> tuple[float,
     context = mp.get_context("spawn")
     out = context.Queue()
     store, address = listen("127.0.0.1")  # `store`: listens while it is referenced
-    ranks = [context.Process(target=work, args=(r, size, address, folder, options, out)) for r in range(size)]
+    ranks = [
+        context.Process(target=work, args=(r, size, address, folder, options, out))
+        for r in range(size)
+    ]
     for process in ranks:
         process.start()
     found = [out.get(timeout=3600) for _ in ranks]
@@ -131,26 +136,47 @@ def measure(size: int, folder: str, options: argparse.Namespace) -> tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    table = Table("ranks", "kept for backward, MB", "of one rank's", "at most, MB", "of one rank's", "tokens / s")
+    table = Table(
+        "ranks",
+        "kept for backward, MB",
+        "of one rank's",
+        "at most, MB",
+        "of one rank's",
+        "tokens / s",
+    )
     figures: dict[str, int | float | str] = {"shape": options.shape, "tokens": options.tokens}
     first, folder = None, tempfile.mkdtemp()
     write_model(Path(folder), options.shape)
     for size in options.sizes:
         loss, kept, peak, seconds = found = measure(size, folder, options)
         first = first or found
-        assert abs(loss - first[0]) < 1e-5 * max(1, abs(loss)), f"loss of {size} ranks {loss}, of one {first[0]}"
+        assert abs(loss - first[0]) < 1e-5 * max(1, abs(loss)), (
+            f"loss of {size} ranks {loss}, of one {first[0]}"
+        )
         ratios = kept / first[1], peak / first[2]
         speed = options.tokens / seconds
-        cells = f"{kept / 1e6:.1f}", f"{ratios[0]:.2f}", f"{peak / 1e6:.1f}", f"{ratios[1]:.2f}", f"{speed:,.0f}"
+        cells = (
+            f"{kept / 1e6:.1f}",
+            f"{ratios[0]:.2f}",
+            f"{peak / 1e6:.1f}",
+            f"{ratios[1]:.2f}",
+            f"{speed:,.0f}",
+        )
         table.add_row(str(size), *cells)
-        figures |= {f"kept_bytes_{size}": kept, f"peak_bytes_{size}": peak, f"tokens_per_second_{size}": speed}
+        figures |= {
+            f"kept_bytes_{size}": kept,
+            f"peak_bytes_{size}": peak,
+            f"tokens_per_second_{size}": speed,
+        }
         figures |= {f"kept_ratio_{size}": ratios[0], f"peak_ratio_{size}": ratios[1]}
     shutil.rmtree(folder)
     Console().print(table)

@@ -21,7 +21,9 @@ OF_THE_MACHINE = re.compile(r"no (file|folder) ['\"]|is not installed")
 def main(files: list[Path]) -> int:
     totals: dict[str, Counter[str]] = {}
     bad = 0
-    print(f"| file | system | keys | {' | '.join(KINDS)} | written | accepted |\n|{'---|' * (len(KINDS) + 5)}")
+    print(
+        f"| file | system | keys | {' | '.join(KINDS)} | written | accepted |\n|{'---|' * (len(KINDS) + 5)}"
+    )
     for file in files:
         try:
             made = convert_file(file)
@@ -31,7 +33,9 @@ def main(files: list[Path]) -> int:
             continue
         problems = [one for one in to_do(render(made, file.name)) if not OF_THE_MACHINE.search(one)]
         counts = Counter({kind: len(made.of(kind)) for kind in KINDS})
-        totals.setdefault(made.system, Counter()).update(counts | {"keys": len(made.outcomes), "files": 1})
+        totals.setdefault(made.system, Counter()).update(
+            counts | {"keys": len(made.outcomes), "files": 1}
+        )
         row = [str(counts[kind]) for kind in KINDS]
         accepted = "yes" if not problems else "; ".join(problems)
         print(
@@ -42,7 +46,9 @@ def main(files: list[Path]) -> int:
         bad += bool(problems or made.of("unknown"))
     for system, counts in totals.items():
         row = [str(counts[kind]) for kind in KINDS]
-        print(f"| **all {counts['files']}** | {system} | {counts['keys']} | {' | '.join(row)} | | |")
+        print(
+            f"| **all {counts['files']}** | {system} | {counts['keys']} | {' | '.join(row)} | | |"
+        )
     return 1 if bad else 0
 
 

@@ -42,7 +42,9 @@ from rlinf_vl.runtime.launch import MALLOC
 LAYERS = {"toy": (64, 2, 4, 16, 100, 60), "512": (512, 8, 8, 64), "1024": (1024, 4, 8, 128)}
 
 
-def make_layers(hidden: int, key_heads: int, value_heads: int, size: int) -> tuple[nn.Module, nn.Module]:
+def make_layers(
+    hidden: int, key_heads: int, value_heads: int, size: int
+) -> tuple[nn.Module, nn.Module]:
     """(transformers', the same with our forwards), with decays of a trained model rather than of fresh weights."""
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
@@ -78,21 +80,31 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     hidden, key_heads, value_heads, size, *lengths = LAYERS[name]
     prompt_length, length = lengths or (args.prompt, args.response)
     theirs, ours = make_layers(hidden, key_heads, value_heads, size)
-    prompt, responses = torch.randn(1, prompt_length, hidden), torch.randn(args.samples, length, hidden)
+    prompt, responses = (
+        torch.randn(1, prompt_length, hidden),
+        torch.randn(args.samples, length, hidden),
+    )
     row = torch.cat([prompt, responses.reshape(1, -1, hidden)], 1)
     batch = torch.cat([prompt.expand(args.samples, -1, -1), responses], 1)
     cu_seqlens = np.cumsum([0, prompt_length, *[length] * args.samples])
     prefix = np.array([-1, *[0] * args.samples])
     grad = torch.randn_like(batch)
     grad[:, :prompt_length] = 0  # what a loss on responses sends back
-    shared_grad = torch.cat([torch.zeros_like(prompt), grad[:, prompt_length:].reshape(1, -1, hidden)], 1)
+    shared_grad = torch.cat(
+        [torch.zeros_like(prompt), grad[:, prompt_length:].reshape(1, -1, hidden)], 1
+    )
 
-    def run(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    def run(
+        layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor:
         out = layer(x.clone().requires_grad_(), **arguments)
         out.backward(grad)
         return out.detach()
 
-    context, whole = SegmentAttention(cu_seqlens, prefix), SegmentAttention(np.array([0, row.shape[1]]))
+    context, whole = (
+        SegmentAttention(cu_seqlens, prefix),
+        SegmentAttention(np.array([0, row.shape[1]])),
+    )
 
     def shared() -> torch.Tensor:
         return run(ours, row, shared_grad, context=context)
@@ -100,7 +112,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     def alone() -> torch.Tensor:
         return torch.cat([run(theirs, x[None], g[None]) for x, g in zip(batch, grad, strict=True)])
 
-    found, expected = shared()[0, prompt_length:].view_as(responses), run(theirs, batch, grad)[:, prompt_length:]
+    found, expected = (
+        shared()[0, prompt_length:].view_as(responses),
+        run(theirs, batch, grad)[:, prompt_length:],
+    )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
@@ -122,7 +137,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--response", type=int, default=192, help="tokens")
@@ -149,7 +166,11 @@ def main() -> None:
         found = measure(name, args)
         figures |= {f"{key}_{name}": value for key, value in found.items()}
         times = [f"{1e3 * found[f'{way}_seconds']:.1f}" for way in ("shared", "batch", "alone")]
-        table.add_row(name, *times, *(f"{found[f'ratio_{way}']:.2f}" for way in ("batch", "alone", "sequence")))
+        table.add_row(
+            name,
+            *times,
+            *(f"{found[f'ratio_{way}']:.2f}" for way in ("batch", "alone", "sequence")),
+        )
     Console().print(table)
     figures |= {
         "prompt_tokens": args.prompt,

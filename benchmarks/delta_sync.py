@@ -43,13 +43,20 @@ def model_figures(folder: Path, lr: float, args: argparse.Namespace) -> dict[str
     from rlinf_vl.models.families import family_of
 
     processor = Processor(folder, family_of("qwen3_vl"))
-    args.budget, args.device, args.train_tower, args.checkpointing = args.tokens, "cpu", False, False
+    args.budget, args.device, args.train_tower, args.checkpointing = (
+        args.tokens,
+        "cpu",
+        False,
+        False,
+    )
     trainer = make_trainer(folder, processor, args, "fp32")
     for group in trainer.optimizer.param_groups:
         group["lr"] = group["initial_lr"] = lr
     trainer.scheduler.base_lrs = [lr] * len(trainer.scheduler.base_lrs)
     banned = processor.banned_ids(vocab_size(trainer.policy.model))
-    work = make_workload(drawn_problems(8, np.random.default_rng(0)), processor, banned, 2, np.random.default_rng(0))
+    work = make_workload(
+        drawn_problems(8, np.random.default_rng(0)), processor, banned, 2, np.random.default_rng(0)
+    )
     groups = work.groups[:1]
     plan = plan_of(groups, args)
 
@@ -59,7 +66,9 @@ def model_figures(folder: Path, lr: float, args: argparse.Namespace) -> dict[str
     def parts():
         return trainer.parts(torch.bfloat16)
 
-    delta, whole = (kind(gather, parts, 0, 1, "cpu", BUCKET_BYTES) for kind in (DeltaSender, ObjectStoreSender))
+    delta, whole = (
+        kind(gather, parts, 0, 1, "cpu", BUCKET_BYTES) for kind in (DeltaSender, ObjectStoreSender)
+    )
     engine = {name: value.clone() for name, value in gather("cpu")}
     delta.offer(0, True)
     sent, shares, seconds = [], [], {"offer": [], "write": [], "whole_offer": [], "whole_write": []}
@@ -77,13 +86,19 @@ def model_figures(folder: Path, lr: float, args: argparse.Namespace) -> dict[str
         if number % 10 == 1:
             other = whole.offer(number, False)
             begun = time.perf_counter()
-            copies = {n: v.clone() for label in ray.get(list(other.labels)) for n, v in unpack(label).items()}
+            copies = {
+                n: v.clone()
+                for label in ray.get(list(other.labels))
+                for n, v in unpack(label).items()
+            }
             seconds["whole_write"].append(time.perf_counter() - begun)
             seconds["whole_offer"].append(other.seconds)
             assert copies.keys() == engine.keys()
     moved = 0
     for name, value in gather("cpu"):
-        assert torch.equal(engine[name].view(torch.int16), value.view(torch.int16)), f"{name} is not what was sent"
+        assert torch.equal(engine[name].view(torch.int16), value.view(torch.int16)), (
+            f"{name} is not what was sent"
+        )
         moved += value.numel()
     return {
         "lr": lr,
@@ -111,7 +126,9 @@ def toy_figures(lr: float | None, steps: int, folder: str) -> dict[str, float]:
     ]
     run = rlinf_vl.train("toy-grpo-cpu", overrides + ([f"actor.optim.lr={lr}"] if lr else []))
     rows = run.metrics
-    sent, share, waited = ([float(x) for x in rows[name]] for name in ("sync/bytes", "sync/bytes_share", "time/sync"))
+    sent, share, waited = (
+        [float(x) for x in rows[name]] for name in ("sync/bytes", "sync/bytes_share", "time/sync")
+    )
     return {
         "whole_megabytes": sent[0] / 1e6,
         "delta_megabytes_mean": statistics.mean(sent[1:]) / 1e6,
@@ -122,7 +139,9 @@ def toy_figures(lr: float | None, steps: int, folder: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, default=50)
@@ -137,7 +156,12 @@ def main() -> None:
                 figures[name] = toy_figures(lr, args.toy_steps, folder)
             ray.shutdown()  # a run from Python leaves Ray to the next one
         torch.set_num_threads(1)
-        ray.init(address="local", include_dashboard=False, object_store_memory=2**30, logging_level="warning")
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=2**30,
+            logging_level="warning",
+        )
         join_ranks("cpu")
         write_model(Path(folder) / "model", args.shape)
         for lr in args.lr if args.steps else ():
@@ -160,12 +184,22 @@ def main() -> None:
             keys = ("offer_seconds", "write_seconds", "whole_offer_seconds", "whole_write_seconds")
             seconds = [f"{row[key]:.3f}" if key in row else "" for key in keys]
             share = f"{row['share_mean']:.2%}"
-            table.add_row(name, f"{row['whole_megabytes']:.2f}", f"{row['delta_megabytes_mean']:.3f}", share, *seconds)
+            table.add_row(
+                name,
+                f"{row['whole_megabytes']:.2f}",
+                f"{row['delta_megabytes_mean']:.3f}",
+                share,
+                *seconds,
+            )
     Console().print(table)
     if args.json:
         flat = {name: value for name, value in figures.items() if not isinstance(value, dict)}
         for name, row in figures.items():
-            flat |= {f"{name}: {key}": value for key, value in row.items()} if isinstance(row, dict) else {}
+            flat |= (
+                {f"{name}: {key}": value for key, value in row.items()}
+                if isinstance(row, dict)
+                else {}
+            )
         args.json.write_text(json.dumps(flat, indent=1) + "\n")
 
 

@@ -54,11 +54,18 @@ class Faulty:
         buffer = io.BytesIO()
         Image.fromarray(self.rng.integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(buffer, "PNG")
         picture = buffer.getvalue()[: -2000 if fault == "picture" else None]
-        return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}]}]
+        return [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}],
+            }
+        ]
 
     def step(self, response: str) -> StepResult:
         self.turn += 1
-        return StepResult(self.start(Problem("", (), "")) if self.turn < TURNS else (), 1.0, self.turn == TURNS)
+        return StepResult(
+            self.start(Problem("", (), "")) if self.turn < TURNS else (), 1.0, self.turn == TURNS
+        )
 
     def close(self) -> None:
         pass
@@ -78,8 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8, help="episodes of a group")
-    parser.add_argument("--faulty", type=float, default=0.05, help="share of the episodes, for each kind of fault")
-    parser.add_argument("--turn-timeout", type=float, default=10.0, help="seconds that a call may take")
+    parser.add_argument(
+        "--faulty", type=float, default=0.05, help="share of the episodes, for each kind of fault"
+    )
+    parser.add_argument(
+        "--turn-timeout", type=float, default=10.0, help="seconds that a call may take"
+    )
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
@@ -109,7 +120,9 @@ def main() -> None:
         turn_timeout_s=args.turn_timeout,
     )
     start = time.perf_counter()
-    groups = asyncio.run(play(player, args.groups, args.samples, SamplingParams(max_new_tokens=args.new_tokens)))
+    groups = asyncio.run(
+        play(player, args.groups, args.samples, SamplingParams(max_new_tokens=args.new_tokens))
+    )
     seconds = time.perf_counter() - start
     engine.close()
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

@@ -47,12 +47,16 @@ def make_groups(args: argparse.Namespace) -> list[Group]:
     rng = np.random.default_rng(0)
     side = int(args.patches**0.5)
     grids = np.array([[1, side, args.patches // side]], np.int32)
-    images = [ImageRef.of(rng.bytes(args.image_kb * 1000)) for _ in range(-(-args.groups // args.share))]
+    images = [
+        ImageRef.of(rng.bytes(args.image_kb * 1000)) for _ in range(-(-args.groups // args.share))
+    ]
 
     def trajectory(request: Request) -> Trajectory:
         ids = rng.integers(0, 150_000, args.response).astype(np.int32)
         logprobs = -rng.random(args.response).astype(np.float32)
-        sequence = TokenSequence.of_sample(request, Sample(ids, logprobs, np.ones(len(ids), np.int32), "stop"))
+        sequence = TokenSequence.of_sample(
+            request, Sample(ids, logprobs, np.ones(len(ids), np.int32), "stop")
+        )
         turn = Turn(0, args.prompt, len(sequence.ids), "stop", 1.0)
         return Trajectory((sequence,), (turn,), 1.0, {"accuracy": 1.0}, "stop", correct=True)
 
@@ -108,7 +112,9 @@ class Rank:
 
     def fetch(self, references: dict[int, ray.ObjectRef]) -> int:
         groups = fetch(references).values()
-        return sum(len(image.data) > 0 for group in groups for image, _ in group.images) and len(groups)
+        return sum(len(image.data) > 0 for group in groups for image, _ in group.images) and len(
+            groups
+        )
 
     def take(self, trajectories: list[dict]) -> int:
         return sum(t["pixel_values"].shape[1] == PATCH for t in trajectories)
@@ -124,11 +130,15 @@ def ours(worker, ranks) -> tuple[float, int, int]:
     start = time.perf_counter()
     results = ray.get(worker.put.remote())
     n = len(ranks)
-    shares = [{g: reference for g, (_, reference) in enumerate(results) if g % n == i} for i in range(n)]
+    shares = [
+        {g: reference for g, (_, reference) in enumerate(results) if g % n == i} for i in range(n)
+    ]
     ray.get([rank.fetch.remote(share) for rank, share in zip(ranks, shares, strict=True)])
     seconds = time.perf_counter() - start
     images = {name: size for summary, _ in results for name, size in summary.image_bytes.items()}
-    stored, arrays = (sum(getattr(s, name) for s, _ in results) for name in ("object_bytes", "array_bytes"))
+    stored, arrays = (
+        sum(getattr(s, name) for s, _ in results) for name in ("object_bytes", "array_bytes")
+    )
     ray.get(worker.release.remote())
     return seconds, stored, arrays + sum(images.values())
 
@@ -144,7 +154,9 @@ def naive(worker, ranks) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=400, help="tokens")
@@ -156,9 +168,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    one = args.groups * args.samples * (args.patches * PATCH * 4 + 20 * (args.prompt + args.response))
-    memory = max(5 * one, 2**28)  # what is returned, what is sent, and the same of the repeat before
-    ray.init(address="local", include_dashboard=False, object_store_memory=memory, logging_level="warning")
+    one = (
+        args.groups * args.samples * (args.patches * PATCH * 4 + 20 * (args.prompt + args.response))
+    )
+    memory = max(
+        5 * one, 2**28
+    )  # what is returned, what is sent, and the same of the repeat before
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=memory,
+        logging_level="warning",
+    )
     worker, ranks = Worker.remote(args), [Rank.remote() for _ in range(args.ranks)]
     stored = unique = sent = 0
     seconds: dict[str, list[float]] = {"ours": [], "naive": []}

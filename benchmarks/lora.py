@@ -40,7 +40,10 @@ WAYS = {
 def measure(model: Path, overrides: tuple[str, ...], rank: int, mesh: Mesh) -> dict[str, int]:
     compute = "actor.fsdp_config.mixed_precision.param_dtype=bf16"
     trainer = load_trainer(
-        load_config("toy-grpo-cpu", (compute, f"actor.model.lora.rank={rank}", *overrides)), str(model), mesh, 1
+        load_config("toy-grpo-cpu", (compute, f"actor.model.lora.rank={rank}", *overrides)),
+        str(model),
+        mesh,
+        1,
     )
     parameters = list(trainer.policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -55,7 +58,9 @@ def measure(model: Path, overrides: tuple[str, ...], rank: int, mesh: Mesh) -> d
     return {
         "trained": sum(p.numel() for p in trained),
         "weights_bytes": sum(stored(p) for p in parameters),
-        "optimizer_bytes": sum(v.to_local().nbytes for state in states for v in state.values() if v.ndim),
+        "optimizer_bytes": sum(
+            v.to_local().nbytes for state in states for v in state.values() if v.ndim
+        ),
         "checkpoint_bytes": checkpoint,
         "sync_bytes": sum(value.nbytes for _, value in trainer.weights(torch.bfloat16)),
     }
@@ -70,7 +75,9 @@ def stored(weight: torch.Tensor) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=(*SHAPES, "toy"), default="small")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--json", type=Path, default=None)
@@ -90,7 +97,9 @@ def main() -> None:
             if way.endswith("nf4") and importlib.util.find_spec("bitsandbytes") is None:
                 continue
             found = measure(model, overrides, arguments.rank, mesh)
-            table.add_row(way, f"{found['trained']:,}", *(f"{n / 1e6:.2f}" for n in list(found.values())[1:]))
+            table.add_row(
+                way, f"{found['trained']:,}", *(f"{n / 1e6:.2f}" for n in list(found.values())[1:])
+            )
             figures |= {f"{way}: {name}": value for name, value in found.items()}
     torch.distributed.destroy_process_group()
     Console().print(table)

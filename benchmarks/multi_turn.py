@@ -49,7 +49,13 @@ class Pictures:
     """Shows a picture that belongs to the episode and the turn, as PNG, and asks about it; pays nothing."""
 
     def __init__(self, size: int, turns: int, seed: int, group_seed: int) -> None:
-        self.size, self.turns, self.seed, self.group_seed, self.step_number = size, turns, seed, group_seed, 0
+        self.size, self.turns, self.seed, self.group_seed, self.step_number = (
+            size,
+            turns,
+            seed,
+            group_seed,
+            0,
+        )
 
     def start(self, problem: Problem) -> list[Message]:
         return [self._message(self.group_seed)]
@@ -70,7 +76,10 @@ class Pictures:
             picture[y : y + self.size // 3, x : x + self.size // 3] = colour
         png = io.BytesIO()
         Image.fromarray(picture).save(png, "PNG")
-        return {"role": "user", "content": [{"type": "image", "image": png.getvalue()}, {"type": "text", "text": "?"}]}
+        return {
+            "role": "user",
+            "content": [{"type": "image", "image": png.getvalue()}, {"type": "text", "text": "?"}],
+        }
 
 
 class Prefilling:
@@ -107,7 +116,9 @@ def new_tokens(groups: list[Group]) -> int:
     return own + sum(group.prefix_length for group in groups)
 
 
-def make_engine(args: argparse.Namespace, path: str, processor: Processor, context_length: int) -> Engine:
+def make_engine(
+    args: argparse.Namespace, path: str, processor: Processor, context_length: int
+) -> Engine:
     family, rows = family_of("qwen3_vl"), args.groups * args.samples
     model = load_model(path, family, torch.float32)
     banned, pixels = processor.banned_ids(vocab_size(model)), PixelCache(processor.pixels)
@@ -141,7 +152,9 @@ def main() -> None:
     parser.add_argument("--engine", choices=("torch", "sglang"), default="torch")
     parser.add_argument("--model", default="toy", help="checkpoint folder in HF format, or `toy`")
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8, help="episodes of a group; they begin alike")
+    parser.add_argument(
+        "--samples", type=int, default=8, help="episodes of a group; they begin alike"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--image", type=int, default=192, help="pixels along a side")
@@ -170,7 +183,10 @@ def main() -> None:
         "return_logprobs": True,
         "alive_timeout_s": 60.0,
     }
-    players = {"kept": Player(engine=engine, **fields), "prefilled whole": Player(engine=Prefilling(engine), **fields)}
+    players = {
+        "kept": Player(engine=engine, **fields),
+        "prefilled whole": Player(engine=Prefilling(engine), **fields),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in players}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in players}
     ratio: dict[str, float] = {}
@@ -193,10 +209,15 @@ def main() -> None:
 
     kept, whole = (statistics.median(times) for times in seconds.values())
     speedups, cpu_speedups = (
-        [b / a for a, b in zip(*measured.values(), strict=True)] for measured in (seconds, cpu_seconds)
+        [b / a for a, b in zip(*measured.values(), strict=True)]
+        for measured in (seconds, cpu_seconds)
     )
     sampled = args.groups * args.samples * args.turns * args.new_tokens
-    image_tokens = int(processor.image_tokens(np.array([processor.image_processor.grid(args.image, args.image)]))[0])
+    image_tokens = int(
+        processor.image_tokens(np.array([processor.image_processor.grid(args.image, args.image)]))[
+            0
+        ]
+    )
     figures = {
         "engine": args.engine,
         "groups": args.groups,
@@ -217,7 +238,9 @@ def main() -> None:
         "speedup_cpu_seconds": statistics.median(cpu_speedups)
         if args.engine == "torch"
         else None,  # SGLang: other processes
-        "ids_identical": ids["kept"] == ids["prefilled whole"] if args.engine == "torch" else None,  # SGLang draws anew
+        "ids_identical": ids["kept"] == ids["prefilled whole"]
+        if args.engine == "torch"
+        else None,  # SGLang draws anew
     }
     episodes = f"{args.groups * args.samples} episodes of {args.turns} turns, {image_tokens} tokens an image"
     table = Table(title=f"{args.engine} engine, {episodes}")

@@ -38,7 +38,14 @@ def make_items(n: int, seed: int = 0) -> list[Item]:
     prompts = rng.integers(150, 501, math.ceil(n / SAMPLES)).tolist()
     lengths = np.clip(rng.lognormal(4.5, 0.7, n), 20, 300).astype(int).tolist()
     return [
-        Item(k // SAMPLES, k % SAMPLES, prompts[k // SAMPLES], tokens, tokens, 2 * prompts[k // SAMPLES])
+        Item(
+            k // SAMPLES,
+            k % SAMPLES,
+            prompts[k // SAMPLES],
+            tokens,
+            tokens,
+            2 * prompts[k // SAMPLES],
+        )
         for k, tokens in enumerate(lengths)
     ]
 
@@ -49,7 +56,9 @@ def cases() -> dict[str, float]:
     for groups, budget, ranks in product((16, 64, 300), (4096, 16384), (2, 4, 8)):
         times = []
         for seed in range(3):
-            plan = plan_micro_batches(make_items(groups * SAMPLES, seed), ranks=ranks, budget=budget)
+            plan = plan_micro_batches(
+                make_items(groups * SAMPLES, seed), ranks=ranks, budget=budget
+            )
             steps = [list(step) for step in zip(*plan.micro_batches, strict=True)]
             times.append(measure(steps, budget, share=True)["time"])
         figures[f"case_{groups}_groups_{budget}_tokens_{ranks}_ranks"] = statistics.mean(times)
@@ -94,7 +103,9 @@ def measure(steps: list[list[list[Item]]], budget: int, share: bool) -> dict[str
     costs = [[_cost(micro, share) for micro in step] for step in steps]
     micro = [m for step in steps for m in step]
     once = [{item.group: item.prompt for item in m} for m in micro]
-    prompts = sum(sum(o.values()) for o in once) if share else sum(i.prompt for m in micro for i in m)
+    prompts = (
+        sum(sum(o.values()) for o in once) if share else sum(i.prompt for m in micro for i in m)
+    )
     distinct = sum({g: p for o in once for g, p in o.items()}.values())
     tokens = prompts + sum(i.tokens for m in micro for i in m)
     longest = sum(max(step) for step in costs)
@@ -118,13 +129,21 @@ def timed(call: Callable[[], object], repeats: int) -> tuple[float, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--budget", type=int, default=16384)
-    parser.add_argument("--largest", type=int, default=10**6, help="trajectories; from 1,000, by factors of ten")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the median is taken; once above 100,000")
+    parser.add_argument(
+        "--largest", type=int, default=10**6, help="trajectories; from 1,000, by factors of ten"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of which the median is taken; once above 100,000"
+    )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--against", type=Path, help="figures of another version, written with --json")
+    parser.add_argument(
+        "--against", type=Path, help="figures of another version, written with --json"
+    )
     args = parser.parse_args()
     table = Table(
         title=f"{args.ranks} ranks, {args.budget} tokens a row, groups of {SAMPLES}; time is over the greedy one's"
@@ -135,17 +154,36 @@ def main() -> None:
     n = 1000
     while n <= args.largest:
         items, repeats = make_items(n), args.repeats if n <= 100_000 else 1
-        seconds, plan = timed(lambda: plan_micro_batches(items, ranks=args.ranks, budget=args.budget), repeats)  # noqa: B023
-        ours = measure([list(step) for step in zip(*plan.micro_batches, strict=True)], args.budget, share=True)
+        seconds, plan = timed(
+            lambda: plan_micro_batches(items, ranks=args.ranks, budget=args.budget),  # noqa: B023
+            repeats,
+        )
+        ours = measure(
+            [list(step) for step in zip(*plan.micro_batches, strict=True)], args.budget, share=True
+        )
         base_seconds, steps = timed(lambda: greedy(items, args.ranks, args.budget), repeats)  # noqa: B023
         base = measure(steps, args.budget, share=False)
-        assert abs(ours["imbalance"] - plan.imbalance) < 1e-6 and abs(ours["fill"] - plan.fill) < 1e-6
+        assert (
+            abs(ours["imbalance"] - plan.imbalance) < 1e-6 and abs(ours["fill"] - plan.fill) < 1e-6
+        )
         for name, spent, m in (("greedy", base_seconds, base), ("planner", seconds, ours)):
-            row = [f"{spent:.3f}", str(m["micro_batches"]), f"{m['fill']:.3f}", f"{m['imbalance']:.2%}"]
-            table.add_row(f"{n:,}", name, *row, f"{m['repeated']:.1%}", f"{m['time'] / base['time']:.3f}")
+            row = [
+                f"{spent:.3f}",
+                str(m["micro_batches"]),
+                f"{m['fill']:.3f}",
+                f"{m['imbalance']:.2%}",
+            ]
+            table.add_row(
+                f"{n:,}", name, *row, f"{m['repeated']:.1%}", f"{m['time'] / base['time']:.3f}"
+            )
         figures |= {f"seconds_{n}": seconds} | {f"{key}_{n}": value for key, value in ours.items()}
-        figures |= {f"greedy_seconds_{n}": base_seconds} | {f"greedy_{key}_{n}": value for key, value in base.items()}
-        figures |= {f"seconds_ratio_{n}": seconds / base_seconds, f"time_ratio_{n}": ours["time"] / base["time"]}
+        figures |= {f"greedy_seconds_{n}": base_seconds} | {
+            f"greedy_{key}_{n}": value for key, value in base.items()
+        }
+        figures |= {
+            f"seconds_ratio_{n}": seconds / base_seconds,
+            f"time_ratio_{n}": ours["time"] / base["time"],
+        }
         n *= 10
     steps_of_few_groups = cases()
     figures |= steps_of_few_groups
@@ -153,7 +191,10 @@ def main() -> None:
     if args.against:
         theirs = json.loads(args.against.read_text())
         ratios = [value / theirs[name] for name, value in steps_of_few_groups.items()]
-        figures |= {"cases_time_ratio_mean": statistics.mean(ratios), "cases_time_ratio_worst": max(ratios)}
+        figures |= {
+            "cases_time_ratio_mean": statistics.mean(ratios),
+            "cases_time_ratio_worst": max(ratios),
+        }
     figures |= {
         "ranks": args.ranks,
         "budget": args.budget,

@@ -36,7 +36,9 @@ from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import Request, SamplingParams
 
 
-def left_padded(requests: list[Request], processor: Processor, device: str) -> dict[str, torch.Tensor]:
+def left_padded(
+    requests: list[Request], processor: Processor, device: str
+) -> dict[str, torch.Tensor]:
     """The batch that `generate` wants: prompts padded on the left, every image's pixels."""
     longest = max(len(r.ids) for r in requests)
     ids = torch.full((len(requests), longest), processor.pad_id)
@@ -48,8 +50,12 @@ def left_padded(requests: list[Request], processor: Processor, device: str) -> d
         "input_ids": ids,
         "attention_mask": mask,
         "mm_token_type_ids": (ids == processor.image_token_id).int(),
-        "pixel_values": torch.from_numpy(np.concatenate([processor.pixels(i) for r in requests for i in r.images])),
-        "image_grid_thw": torch.from_numpy(np.concatenate([r.image_grids for r in requests]).astype(np.int64)),
+        "pixel_values": torch.from_numpy(
+            np.concatenate([processor.pixels(i) for r in requests for i in r.images])
+        ),
+        "image_grid_thw": torch.from_numpy(
+            np.concatenate([r.image_grids for r in requests]).astype(np.int64)
+        ),
     }
     return {name: value.to(device) for name, value in batch.items()}
 
@@ -93,7 +99,15 @@ def main() -> None:
     for i in range(args.groups):
         problem = dataset[i * 7 % len(dataset)]
         ids, grids = renderer.prompt(problem.messages, problem.images)
-        requests.append(Request(ids, problem.images, grids, sampling, tuple(range(i * 1000, i * 1000 + args.samples))))
+        requests.append(
+            Request(
+                ids,
+                problem.images,
+                grids,
+                sampling,
+                tuple(range(i * 1000, i * 1000 + args.samples)),
+            )
+        )
 
     model = load_model(path, family, dtype)
     banned = processor.banned_ids(vocab_size(model))
@@ -122,7 +136,9 @@ def main() -> None:
             cpu_threads=args.threads,
         )
         engines["SGLang"] = SglangEngine(settings, family, banned=banned, pixels=pixels)
-    baseline = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    baseline = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa"
+    )
     baseline = baseline.to(args.device).eval()
     options = {
         "max_new_tokens": args.new_tokens,
@@ -152,7 +168,9 @@ def main() -> None:
     expected = transformers_generate(do_sample=False, temperature=None, top_p=None, top_k=None)
     same = {name: engine_generate(name, greedy=True) == expected for name in engines}
     runs = {name: partial(engine_generate, name) for name in engines}
-    runs["transformers"] = partial(transformers_generate, do_sample=True, num_return_sequences=args.samples)
+    runs["transformers"] = partial(
+        transformers_generate, do_sample=True, num_return_sequences=args.samples
+    )
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
         for name, run in runs.items():
@@ -183,7 +201,9 @@ def main() -> None:
             f"{key}_ratio_vs_transformers": statistics.median(ratios),
             f"{key}_ratio_min": min(ratios),
         }
-    table = Table(title=f"{args.groups} groups × {args.samples} samples, {args.new_tokens} new tokens at most")
+    table = Table(
+        title=f"{args.groups} groups × {args.samples} samples, {args.new_tokens} new tokens at most"
+    )
     for column in ("generator", "tokens/s (median)", "ratio", "greedy ids"):
         table.add_column(column)
     base = statistics.median(speeds["transformers"])

@@ -49,7 +49,15 @@ def answered(path: str, problems: int, samples: int, dtype: torch.dtype) -> list
         parts = [{"type": "image_url", "image_url": {"url": image.url}}]
         parts.append({"type": "text", "text": row["problem"].removeprefix("<image>")})
         ids, grids = renderer.prompt([{"role": "user", "content": parts}], (image,))
-        requests.append(Request(ids, (image,), grids, sampling, tuple(range(number * samples, (number + 1) * samples))))
+        requests.append(
+            Request(
+                ids,
+                (image,),
+                grids,
+                sampling,
+                tuple(range(number * samples, (number + 1) * samples)),
+            )
+        )
     try:
         completions = engine.generate(requests)
     finally:
@@ -70,16 +78,22 @@ def compare(path: str, groups: list[Group], replay: bool) -> dict[str, float]:
     """The trainer in float32 against what the engine said of its tokens."""
     family = family_of("auto", path)
     processor, model = Processor(path, family), load_model(path, family, torch.float32)
-    policy = PolicyModel(model, family, processor.banned_ids(vocab_size(model)), temperature=1.0, chunk=None)
+    policy = PolicyModel(
+        model, family, processor.banned_ids(vocab_size(model)), temperature=1.0, chunk=None
+    )
     policy.replay = replay
     mixture = policy.mixture
     if mixture is None:
         raise SystemExit(f"{path}: its family, {family.model_type}, has no mixture of experts")
     load = ExpertLoad(len(mixture.layers), mixture.experts, "cpu")
-    collate = Collator(family, processor.image_token_id, processor.merge_size, processor.pixels, processor.pad_id)
+    collate = Collator(
+        family, processor.image_token_id, processor.merge_size, processor.pixels, processor.pad_id
+    )
     found = []
     for group in groups:
-        batch = collate([Member(group, i, [0.0]) for i in range(len(group.trajectories))], run_vision=True)
+        batch = collate(
+            [Member(group, i, [0.0]) for i in range(len(group.trajectories))], run_vision=True
+        )
         assert batch.rollout_logprobs is not None
         logprobs, _ = policy(batch, None, load)
         found.append(batch.rollout_logprobs - logprobs.numpy())
@@ -98,19 +112,29 @@ def compare(path: str, groups: list[Group], replay: bool) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the checkpoints")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the checkpoints"
+    )
     parser.add_argument("--model", help="one checkpoint's folder, instead of the toy's")
     parser.add_argument("--problems", type=int, default=152)
     parser.add_argument("--samples", type=int, default=8, help="answers to a problem")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the engine")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp32"), default="bf16", help="of the engine"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    paths = {seed: args.model or str(toy_checkpoint_path("toy-qwen3_vl_moe", seed=seed)) for seed in args.seeds}
+    paths = {
+        seed: args.model or str(toy_checkpoint_path("toy-qwen3_vl_moe", seed=seed))
+        for seed in args.seeds
+    }
     figures = {}
     for seed, path in paths.items():
         groups = answered(
-            path, args.problems, args.samples, torch.bfloat16 if args.precision == "bf16" else torch.float32
+            path,
+            args.problems,
+            args.samples,
+            torch.bfloat16 if args.precision == "bf16" else torch.float32,
         )
         for name, replay in (("off", False), ("replay", True)):
             measured = compare(path, groups, replay)

@@ -151,7 +151,11 @@ class SimulatedPool:
 
     def __init__(self, engines: int) -> None:
         self._supervisor = Supervisor(
-            lambda number: SimulatedWorker(), engines, max_running=RUNNING, report=print, max_row_faults=3
+            lambda number: SimulatedWorker(),
+            engines,
+            max_running=RUNNING,
+            report=print,
+            max_row_faults=3,
         )
         self._supervisor.start()
         self.workers = self._supervisor.slots
@@ -166,7 +170,9 @@ class SimulatedPool:
         return self._supervisor.submit(tasks, tasks, lambda: None, events)
 
     def release(self, summaries=None) -> None:
-        self._supervisor.release(None if summaries is None else [summary.id for summary in summaries])
+        self._supervisor.release(
+            None if summaries is None else [summary.id for summary in summaries]
+        )
 
     def acknowledge(self, group_ids) -> None:
         self._supervisor.acknowledge(group_ids)
@@ -304,7 +310,9 @@ def make_log(config: Config, home: Path) -> RunLog:
     return RunLog(config, home, "", RunProgress(console=Console(file=io.StringIO())))
 
 
-def train_steps(config: Config, home: Path, pool: SimulatedPool | LatePool, learner: SimulatedGroup) -> float:
+def train_steps(
+    config: Config, home: Path, pool: SimulatedPool | LatePool, learner: SimulatedGroup
+) -> float:
     """Run the loop; returns the median CPU seconds of a step behind the first."""
     log = make_log(config, home)
     groups, steps = config.data.rollout_batch_size, config.runner.max_steps
@@ -313,7 +321,9 @@ def train_steps(config: Config, home: Path, pool: SimulatedPool | LatePool, lear
     bad_rows = BadRows(home, config.data.max_bad_rows, {"train": len(rows), "val": 0})
     data = RunData(sampler, [], answers=Counter(), total_steps=steps, bad_rows=bad_rows)
     gpu = SharedGpu(pool, shared=False, offload=False)
-    train(config, pool, learner, data, home, StopRequest(), gpu=gpu, sync=SimulatedSync(pool), log=log)
+    train(
+        config, pool, learner, data, home, StopRequest(), gpu=gpu, sync=SimulatedSync(pool), log=log
+    )
     log.close()
     pool.stop()
     return statistics.median(b - a for a, b in zip(learner.begun, learner.begun[1:], strict=False))
@@ -343,7 +353,9 @@ def late_seconds(groups: int, steps: int, folder: Path) -> float:
         f"runner.max_staleness={MAX_STALENESS}",
         "cluster.component_placement={actor: 0, rollout: 1}",
     )
-    return train_steps(quiet_config(folder, *keys), folder / f"late-{groups}", LatePool(), SimulatedGroup(1))
+    return train_steps(
+        quiet_config(folder, *keys), folder / f"late-{groups}", LatePool(), SimulatedGroup(1)
+    )
 
 
 class RecordEverything(Recorder):
@@ -408,7 +420,11 @@ def dispatch_rate(workers: int, groups: int) -> dict[str, float]:
     begun = time.perf_counter()
     actor = ray.remote(num_cpus=0)(LightWorker)
     supervisor = Supervisor(
-        lambda number: _RayWorker(actor.remote(), 600.0), workers, max_running=RUNNING, report=print, max_row_faults=3
+        lambda number: _RayWorker(actor.remote(), 600.0),
+        workers,
+        max_running=RUNNING,
+        report=print,
+        max_row_faults=3,
     )
     supervisor.start()
     started, rates = time.perf_counter() - begun, []
@@ -435,7 +451,9 @@ class Growths:
         self.figures: dict[str, float] = {}
         self.excesses: list[str] = []
 
-    def compare(self, name: str, sizes: Sequence[int], measure: Callable[[int], float]) -> list[tuple[str, str]]:
+    def compare(
+        self, name: str, sizes: Sequence[int], measure: Callable[[int], float]
+    ) -> list[tuple[str, str]]:
         """Measure each size; returns the growth and n log n's of each, as text.
 
         Args:
@@ -453,13 +471,17 @@ class Growths:
                 self.figures[f"growth_to_{size}_{name}"] = growth
                 columns.append((f"{growth:.1f}", f"{bound:.1f}"))
                 if growth > MAX_EXCESS * bound:
-                    self.excesses.append(f"{name}: {growth:.1f} times from {smaller[0]} to {size}, n log n {bound:.1f}")
+                    self.excesses.append(
+                        f"{name}: {growth:.1f} times from {smaller[0]} to {size}, n log n {bound:.1f}"
+                    )
             smaller = size, seconds
         return columns
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, nargs="*", default=[1000, 10_000, 100_000])
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 512, 4096])
     parser.add_argument("--steps", type=int, default=3)
@@ -485,7 +507,16 @@ def main() -> None:
 def tabulate_steps(args: argparse.Namespace, growths: Growths, folder: Path) -> None:
     """Measure and print whole steps."""
     table = Table(title=f"CPU seconds of the controller for a step, groups of {SAMPLES}")
-    for column in ("groups", "ranks", "seconds", "of the clock", "generate", "bytes a rank", "growth", "n log n"):
+    for column in (
+        "groups",
+        "ranks",
+        "seconds",
+        "of the clock",
+        "generate",
+        "bytes a rank",
+        "growth",
+        "n log n",
+    ):
         table.add_column(column)
     for ranks in args.ranks:
         rows = []
@@ -495,7 +526,9 @@ def tabulate_steps(args: argparse.Namespace, growths: Growths, folder: Path) -> 
             for name, value in figures.items():
                 growths.figures[f"groups_{groups}_ranks_{ranks}_{name}"] = value
             seconds = [f"{figures[name]:.3f}" for name in ("cpu", "step_wall", "generate_wall")]
-            rows.append([f"{groups:,}", f"{ranks:,}", *seconds, f"{figures['bytes_per_rank']:,.0f}"])
+            rows.append(
+                [f"{groups:,}", f"{ranks:,}", *seconds, f"{figures['bytes_per_rank']:,.0f}"]
+            )
             return figures["cpu"]
 
         columns = growths.compare(f"ranks_{ranks}", args.groups, measure)
@@ -512,22 +545,34 @@ def tabulate_growth(args: argparse.Namespace, growths: Growths, folder: Path) ->
     rows: list[list[str]] = []
 
     def measure_late(groups: int) -> float:
-        seconds = growths.figures[f"late_{groups}_cpu"] = late_seconds(groups, args.steps + 1, folder)
+        seconds = growths.figures[f"late_{groups}_cpu"] = late_seconds(
+            groups, args.steps + 1, folder
+        )
         rows.append(["a step of late groups", f"{groups:,}", "", f"{seconds:.3f}", ""])
         return seconds
 
     def measure_evaluation(groups: int) -> float:
         engines = args.engines[-1]
         seconds, messages = evaluation_seconds(groups, engines, folder)
-        growths.figures |= {f"evaluated_{groups}_cpu": seconds, f"evaluated_{groups}_messages": messages}
-        rows.append(["an evaluation", f"{groups:,}", f"{engines:,}", f"{seconds:.3f}", f"{messages:,}"])
+        growths.figures |= {
+            f"evaluated_{groups}_cpu": seconds,
+            f"evaluated_{groups}_messages": messages,
+        }
+        rows.append(
+            ["an evaluation", f"{groups:,}", f"{engines:,}", f"{seconds:.3f}", f"{messages:,}"]
+        )
         return seconds
 
     def measure_engines(engines: int) -> float:
         groups = max(args.late)
         seconds, messages = engine_seconds(groups, engines)
-        growths.figures |= {f"engines_{engines}_cpu": seconds, f"engines_{engines}_messages": messages}
-        rows.append(["a submission", f"{groups:,}", f"{engines:,}", f"{seconds:.3f}", f"{messages:,}"])
+        growths.figures |= {
+            f"engines_{engines}_cpu": seconds,
+            f"engines_{engines}_messages": messages,
+        }
+        rows.append(
+            ["a submission", f"{groups:,}", f"{engines:,}", f"{seconds:.3f}", f"{messages:,}"]
+        )
         return seconds
 
     columns = growths.compare("late", args.late, measure_late)
@@ -541,14 +586,22 @@ def tabulate_growth(args: argparse.Namespace, growths: Growths, folder: Path) ->
 
 def tabulate_dispatch(args: argparse.Namespace, figures: dict[str, float]) -> None:
     """Measure and print dispatch to real Ray actors."""
-    ray.init(address="local", include_dashboard=False, object_store_memory=2**28, logging_level="error", num_cpus=2)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=2**28,
+        logging_level="error",
+        num_cpus=2,
+    )
     table = Table(title=f"{args.dispatched} groups from Ray actors that answer at once")
     for column in ("workers", "seconds to start", "groups / s"):
         table.add_column(column)
     for workers in args.workers:
         rates = dispatch_rate(workers, args.dispatched)
         figures |= {f"workers_{workers}_{name}": value for name, value in rates.items()}
-        table.add_row(str(workers), f"{rates['start_seconds']:.1f}", f"{rates['groups_per_second']:,.0f}")
+        table.add_row(
+            str(workers), f"{rates['start_seconds']:.1f}", f"{rates['groups_per_second']:,.0f}"
+        )
     ray.shutdown()
     Console().print(table)
 

@@ -95,11 +95,18 @@ def _submit_by_length(self: TorchEngine, requests: Sequence[Request]) -> list[Fu
         long = [seed % 20 == 0 for seed in request.seeds]
         parts = []
         for is_long in {*long}:
-            sampling = replace(request.sampling, max_new_tokens=LONG if is_long else SHORT, stop_ids=())
-            seeds = tuple(seed for seed, mine in zip(request.seeds, long, strict=True) if mine == is_long)
+            sampling = replace(
+                request.sampling, max_new_tokens=LONG if is_long else SHORT, stop_ids=()
+            )
+            seeds = tuple(
+                seed for seed, mine in zip(request.seeds, long, strict=True) if mine == is_long
+            )
             parts.append((is_long, replace(request, sampling=sampling, seeds=seeds, sessions=())))
         futures.append(
-            _joined(long, dict(zip((l for l, _ in parts), _submit(self, [r for _, r in parts]), strict=True)))
+            _joined(
+                long,
+                dict(zip((l for l, _ in parts), _submit(self, [r for _, r in parts]), strict=True)),
+            )
         )
     return futures
 
@@ -128,7 +135,9 @@ def _joined(long: Sequence[bool], parts: dict[bool, Future[Completion]]) -> Futu
 def _keep_on_cores(run: int) -> None:
     """Keep all threads that the rank of the run with this process id has now on one core, and those of its rollout worker on
     another; threads that these start stay there, too."""
-    cores = dict(zip(("ray::ActorRank", "ray::RolloutRank"), sorted(os.sched_getaffinity(0)), strict=False))
+    cores = dict(
+        zip(("ray::ActorRank", "ray::RolloutRank"), sorted(os.sched_getaffinity(0)), strict=False)
+    )
     for process in psutil.Process(run).children(recursive=True):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             name = "".join(process.cmdline()[:1]).partition(".")[0]
@@ -136,11 +145,15 @@ def _keep_on_cores(run: int) -> None:
                 os.sched_setaffinity(thread.id, {cores[name]})
 
 
-def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def run(
+    task: str, schedule: str, seed: int, folder: Path, args: argparse.Namespace
+) -> dict[str, Any]:
     """Train once; what is said of it."""
     config, steps, overrides = TASKS[task]
     steps = args.steps or steps
-    staleness = args.tail_staleness if task == "tail" else args.staleness if schedule == "async" else 1
+    staleness = (
+        args.tail_staleness if task == "tail" else args.staleness if schedule == "async" else 1
+    )
     settings = {
         "cluster.component_placement": "{actor: 0, rollout: 1}",
         "runner.schedule": schedule,
@@ -155,7 +168,14 @@ def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namesp
         "runner.save_interval": -1,
         "runner.trajectories.interval": -1,
     }
-    command = [sys.executable, "-m", "rlinf_vl", "train", config, *(f"{k}={v}" for k, v in settings.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "rlinf_vl",
+        "train",
+        config,
+        *(f"{k}={v}" for k, v in settings.items()),
+    ]
     if task == "tail":
         command.append(f"rollout.env_kwargs={{decode_ms: {args.decode_ms}}}")
     with subprocess.Popen([*command, *overrides, *args.set], stdout=subprocess.DEVNULL) as process:
@@ -166,7 +186,10 @@ def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namesp
         raise subprocess.CalledProcessError(process.returncode, command)
     rows = [row for row in read_lines(folder / "run/metrics.jsonl")[0] if row["step"]]
     timed = rows[WARM_UP:-1]
-    mean = {name: statistics.fmean(row[f"time/{name}"] for row in timed) for name in ("step", "generate", "train")}
+    mean = {
+        name: statistics.fmean(row[f"time/{name}"] for row in timed)
+        for name in ("step", "generate", "train")
+    }
     return {
         "task": task,
         "schedule": schedule,
@@ -174,7 +197,9 @@ def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namesp
         "steps": steps,
         "max_staleness": 0 if schedule == "sync" else staleness,
         **{f"{name}_seconds": seconds for name, seconds in mean.items()},
-        "engines_waited_seconds": statistics.fmean(row.get("schedule/engines_waited", 0.0) for row in timed),
+        "engines_waited_seconds": statistics.fmean(
+            row.get("schedule/engines_waited", 0.0) for row in timed
+        ),
         "accuracy": rows[-1]["val/accuracy"],
         "reward": statistics.fmean(row["reward/mean"] for row in rows[-10:]),
         "stalest": max(row["step"] - 1 - row["rollout/weight_version_min"] for row in rows),
@@ -182,25 +207,48 @@ def run(task: str, schedule: str, seed: int, folder: Path, args: argparse.Namesp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="of every run; else as many as its config has")
-    parser.add_argument("--staleness", type=int, default=1, help="runner.max_staleness of async on toy and maze")
-    parser.add_argument("--tail-staleness", type=int, default=8, help="runner.max_staleness on tail")
-    parser.add_argument("--decode-ms", type=float, default=10, help="what a step of decoding takes longer on tail")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every run")
+    parser.add_argument(
+        "--staleness", type=int, default=1, help="runner.max_staleness of async on toy and maze"
+    )
+    parser.add_argument(
+        "--tail-staleness", type=int, default=8, help="runner.max_staleness on tail"
+    )
+    parser.add_argument(
+        "--decode-ms", type=float, default=10, help="what a step of decoding takes longer on tail"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of every run"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     made: list[dict[str, Any]] = []
-    table = Table("task", "seed", "schedule", "s/step", "ratio", "wait", "train", "engines wait", "accuracy", "stalest")
+    table = Table(
+        "task",
+        "seed",
+        "schedule",
+        "s/step",
+        "ratio",
+        "wait",
+        "train",
+        "engines wait",
+        "accuracy",
+        "stalest",
+    )
     for task in args.tasks:
         for seed in args.seeds:
             for schedule in args.schedules:
                 with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
                     one = run(task, schedule, seed, Path(folder), args)
-                sync = [m for m in made if (m["task"], m["seed"], m["schedule"]) == (task, seed, "sync")]
+                sync = [
+                    m for m in made if (m["task"], m["seed"], m["schedule"]) == (task, seed, "sync")
+                ]
                 one["ratio"] = one["step_seconds"] / sync[0]["step_seconds"] if sync else 1.0
                 made.append(one)
                 names = (
@@ -212,7 +260,13 @@ def main() -> None:
                     "accuracy",
                 )
                 figures = (f"{one[name]:.3f}" for name in names)
-                table.add_row(task, str(seed), schedule, *figures, f"{one['stalest']} of {one['max_staleness']}")
+                table.add_row(
+                    task,
+                    str(seed),
+                    schedule,
+                    *figures,
+                    f"{one['stalest']} of {one['max_staleness']}",
+                )
                 Console().print(one)
     Console().print(table)
     if args.json:

@@ -57,7 +57,9 @@ def rows_of(config: Config, model: str) -> dict[str, list[dict[str, Any]]]:
     renderer = Renderer(processor, config.rollout.thinking.mode)
 
     def row(problem) -> dict[str, Any]:
-        (text,) = (part["text"] for part in problem.messages[0]["content"] if part["type"] == "text")
+        (text,) = (
+            part["text"] for part in problem.messages[0]["content"] if part["type"] == "text"
+        )
         ids, _ = renderer.prompt(problem.messages, problem.images)
         image = base64.b64encode(problem.images[0].data).decode()
         return {"text": text, "image": image, "answer": problem.answer, "ids": ids.tolist()}
@@ -84,10 +86,16 @@ def ours(folder: Path, args: argparse.Namespace, seed: int) -> Curve:
 
     def curve() -> Curve:
         lines = read_lines(run / "metrics.jsonl")[0] if (run / "metrics.jsonl").exists() else []
-        return [(line["step"], 0.0, line["val/accuracy"]) for line in lines if "val/accuracy" in line]
+        return [
+            (line["step"], 0.0, line["val/accuracy"]) for line in lines if "val/accuracy" in line
+        ]
 
     command = [sys.executable, "-m", "rlinf_vl", "train", NAME, *settings]
-    wait_for(command, folder / "ours.log", lambda: any(accuracy >= args.target for _, _, accuracy in curve()))
+    wait_for(
+        command,
+        folder / "ours.log",
+        lambda: any(accuracy >= args.target for _, _, accuracy in curve()),
+    )
     spans = [span for span in read_spans(run) if span["process"] == "controller"]
     steps = {span["about"]["step"]: span for span in spans if span["name"] == "step"}
     pauses = [span for span in spans if span["name"] in ("validate", "checkpoint")]
@@ -99,7 +107,9 @@ def ours(folder: Path, args: argparse.Namespace, seed: int) -> Curve:
     return [(step, seconds(step), accuracy) for step, _, accuracy in curve() if step in steps]
 
 
-def peer(folder: Path, args: argparse.Namespace, config: Config, model: str, rows: dict, seed: int) -> Curve:
+def peer(
+    folder: Path, args: argparse.Namespace, config: Config, model: str, rows: dict, seed: int
+) -> Curve:
     """Run TRL until it is over, or has reached the target."""
     spec = {
         "model": model,
@@ -119,7 +129,10 @@ def peer(folder: Path, args: argparse.Namespace, config: Config, model: str, row
     }
     (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     wait_for([args.peer_python, str(PEER), str(folder)], folder / "peer.log", lambda: False)
-    return [(line["step"], line["seconds"], line["accuracy"]) for line in read_lines(folder / "peer.jsonl")[0]]
+    return [
+        (line["step"], line["seconds"], line["accuracy"])
+        for line in read_lines(folder / "peer.jsonl")[0]
+    ]
 
 
 def wait_for(command: Sequence[str], log: Path, enough: Callable[[], bool]) -> None:
@@ -141,7 +154,9 @@ def wait_for(command: Sequence[str], log: Path, enough: Callable[[], bool]) -> N
 
 def crossing(curve: Curve, target: float) -> tuple[float, float] | None:
     """(seconds, steps) at which the accuracy first reaches the target; None: it does not."""
-    for (step, seconds, accuracy), (next_step, next_seconds, higher) in pairwise([(0, 0.0, 0.0), *curve]):
+    for (step, seconds, accuracy), (next_step, next_seconds, higher) in pairwise(
+        [(0, 0.0, 0.0), *curve]
+    ):
         if higher >= target:
             share = (target - accuracy) / (higher - accuracy) if step else 1.0
             return seconds + share * (next_seconds - seconds), step + share * (next_step - step)
@@ -151,13 +166,21 @@ def crossing(curve: Curve, target: float) -> tuple[float, float] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer-python", help="an interpreter that has trl and torchvision")
-    parser.add_argument("--peer-threads", type=int, default=len(os.sched_getaffinity(0)), help="of TRL's process")
+    parser.add_argument(
+        "--peer-threads", type=int, default=len(os.sched_getaffinity(0)), help="of TRL's process"
+    )
     parser.add_argument("--target", type=float, default=0.75, help="held-out accuracy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--steps", type=int, default=120, help="of the run, and so of the learning rate's schedule")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="of the run, and so of the learning rate's schedule"
+    )
     parser.add_argument("--interval", type=int, default=5, help="steps between two evaluations")
-    parser.add_argument("--val-samples", type=int, default=3, help="answers to each held-out question")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of this loop's config")
+    parser.add_argument(
+        "--val-samples", type=int, default=3, help="answers to each held-out question"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="of this loop's config"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     config, model = load_config(NAME), str(toy_checkpoint_path())
@@ -174,10 +197,18 @@ def main() -> None:
         for seed, curve in by_seed.items():
             there = crossing(curve, args.target)
             if there is None:
-                table.add_row(who, str(seed), f"never ({max(c[2] for c in curve):.2f})", str(curve[-1][0]), "")
+                table.add_row(
+                    who, str(seed), f"never ({max(c[2] for c in curve):.2f})", str(curve[-1][0]), ""
+                )
                 continue
             found.setdefault(who, []).append(there[0])
-            table.add_row(who, str(seed), f"{there[0]:.1f}", f"{there[1]:.0f}", f"{curve[-1][1] / curve[-1][0]:.3f}")
+            table.add_row(
+                who,
+                str(seed),
+                f"{there[0]:.1f}",
+                f"{there[1]:.0f}",
+                f"{curve[-1][1] / curve[-1][0]:.3f}",
+            )
     console = Console(width=100)
     console.print(table)
     figures: dict[str, Any] = {"target": args.target, "curves": curves, "seconds": found}

@@ -67,24 +67,32 @@ CLIP, KL_BETA, TIS_CLIP = (0.2, 0.28), 0.04, 2.0
 GEO3K = Path(__file__).resolve().parents[2] / "shared/data/geo3k/train.parquet"
 
 
-def make_trainer(folder: Path, processor: Processor, args: argparse.Namespace, dtype: str) -> Trainer:
+def make_trainer(
+    folder: Path, processor: Processor, args: argparse.Namespace, dtype: str
+) -> Trainer:
     """The trainer of a run, on a single rank; nothing is banned, as in the padded baseline."""
 
     def load(dtype: torch.dtype) -> PolicyModel:
         model = load_model(folder, FAMILY, dtype)
-        return PolicyModel(model, FAMILY, np.zeros(vocab_size(model), bool), temperature=1.0, chunk=None)
+        return PolicyModel(
+            model, FAMILY, np.zeros(vocab_size(model), bool), temperature=1.0, chunk=None
+        )
 
     p = processor
     actor = ActorConfig(
         model=ActorModelConfig(freeze_vision_tower=not args.train_tower),
         fsdp_config=FsdpConfig(
-            gradient_checkpointing=args.checkpointing, mixed_precision=MixedPrecisionConfig(param_dtype=dtype)
+            gradient_checkpointing=args.checkpointing,
+            mixed_precision=MixedPrecisionConfig(param_dtype=dtype),
         ),
         optim=OptimConfig(lr=0.0),
     )
     algorithm = with_presets(
         AlgorithmConfig(
-            clip_ratio_low=CLIP[0], clip_ratio_high=CLIP[1], kl_beta=KL_BETA, importance_sampling_clip=TIS_CLIP
+            clip_ratio_low=CLIP[0],
+            clip_ratio_high=CLIP[1],
+            kl_beta=KL_BETA,
+            importance_sampling_clip=TIS_CLIP,
         )
     )
     return Trainer(
@@ -120,12 +128,16 @@ def step(trainer: Trainer, plan: StepPlan, groups: list[Group]) -> float:
 
 def logprobs(trainer: Trainer, plan: StepPlan, groups: list[Group]) -> torch.Tensor:
     """Of every response token, for comparing dtypes."""
-    batches = trainer.batches.without_cache()(plan.minibatches[0][0], dict(enumerate(groups)), plan.advantages)
+    batches = trainer.batches.without_cache()(
+        plan.minibatches[0][0], dict(enumerate(groups)), plan.advantages
+    )
     with torch.no_grad():
         return torch.cat([trainer.policy(batch)[0].cpu() for batch, _ in batches])
 
 
-def plan_of(groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True) -> StepPlan:
+def plan_of(
+    groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True
+) -> StepPlan:
     return plan_step(
         [GroupSummary.of(g, image_token_id=-1) for g in groups],
         with_presets(AlgorithmConfig()),
@@ -161,7 +173,9 @@ def generation_seconds(
     model, work: Workload, processor: Processor, pixels: Callable, repeats: int, device: str
 ) -> float:
     """Seconds in which the torch engine, on `device`, samples responses of the workload's lengths."""
-    targets = {g * 1000 + i: n for g, lengths in enumerate(work.lengths) for i, n in enumerate(lengths)}
+    targets = {
+        g * 1000 + i: n for g, lengths in enumerate(work.lengths) for i, n in enumerate(lengths)
+    }
 
     class ExactLengths(TorchEngine):
         def _record(self, first, ids, logprobs):
@@ -207,7 +221,9 @@ def peer(python: str, folder: Path, work: Workload, args: argparse.Namespace) ->
     rows = []
     for i, (problem, lengths) in enumerate(zip(work.problems, work.lengths, strict=True)):
         (folder / f"images/{i}.png").write_bytes(problem.images[0].data)
-        text = "".join(p["text"] for m in problem.messages for p in m["content"] if p["type"] == "text")
+        text = "".join(
+            p["text"] for m in problem.messages for p in m["content"] if p["type"] == "text"
+        )
         rows.append({"image": f"images/{i}.png", "text": text, "lengths": lengths})
     settings = {
         "groups": rows,
@@ -230,8 +246,12 @@ def peer(python: str, folder: Path, work: Workload, args: argparse.Namespace) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="compute; bf16 on CUDA, fp32 on CPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="compute; bf16 on CUDA, fp32 on CPU"
+    )
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--budget", type=int, default=9216, help="tokens per micro-batch")
@@ -239,15 +259,24 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--train-tower", action="store_true")
     parser.add_argument(
-        "--data", type=Path, default=GEO3K, help="train.parquet of Geometry3K; drawn images where absent"
+        "--data",
+        type=Path,
+        default=GEO3K,
+        help="train.parquet of Geometry3K; drawn images where absent",
     )
     parser.add_argument(
-        "--padded", action=argparse.BooleanOptionalAction, help="the padded baseline (default: on a CPU)"
+        "--padded",
+        action=argparse.BooleanOptionalAction,
+        help="the padded baseline (default: on a CPU)",
     )
-    parser.add_argument("--peer-micro-groups", type=int, default=1, help="groups in a device batch of the peer")
+    parser.add_argument(
+        "--peer-micro-groups", type=int, default=1, help="groups in a device batch of the peer"
+    )
     parser.add_argument("--peer-python", help="interpreter with TRL")
     parser.add_argument(
-        "--peak-tflops", type=float, help="the device's peak in this dtype, for MFU (default: measured)"
+        "--peak-tflops",
+        type=float,
+        help="the device's peak in this dtype, for MFU (default: measured)",
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -284,8 +313,18 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
     processor = Processor(folder / "model", FAMILY)
     trainer = make_trainer(folder / "model", processor, args, args.dtype)
     real = args.data.is_file()
-    problems = geo3k_problems(args.data, 8 * args.groups, rng) if real else drawn_problems(8 * args.groups, rng)
-    work = make_workload(problems, processor, processor.banned_ids(vocab_size(trainer.policy.model)), args.samples, rng)
+    problems = (
+        geo3k_problems(args.data, 8 * args.groups, rng)
+        if real
+        else drawn_problems(8 * args.groups, rng)
+    )
+    work = make_workload(
+        problems,
+        processor,
+        processor.banned_ids(vocab_size(trainer.policy.model)),
+        args.samples,
+        rng,
+    )
     if len(work.groups) < args.groups:
         raise SystemExit(f"--groups: {args.groups} asked for, the data gives {len(work.groups)}")
     work = Workload(work.problems[: args.groups], work.groups[: args.groups])
@@ -362,7 +401,9 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
             torch.cuda.empty_cache()
         model, reference = (
             AutoModelForImageTextToText.from_pretrained(
-                folder / "model", dtype=torch.float32, attn_implementation="sdpa" if args.device == "cuda" else "eager"
+                folder / "model",
+                dtype=torch.float32,
+                attn_implementation="sdpa" if args.device == "cuda" else "eager",
             )
             for _ in range(2)
         )
@@ -385,19 +426,25 @@ def measure(folder: Path, args: argparse.Namespace, figures: dict) -> None:
         exact = logprobs(trainer, plan, groups)
         half = make_trainer(folder / "model", processor, args, "bf16")
         in_turn = [
-            [timed(lambda t=t: step(t, plan, groups), 1)[0] for t in (trainer, half)] for _ in range(args.repeats)
+            [timed(lambda t=t: step(t, plan, groups), 1)[0] for t in (trainer, half)]
+            for _ in range(args.repeats)
         ]
         fp32, bf16 = np.median(in_turn, axis=0).tolist()
         difference = (logprobs(half, plan, groups) - exact).abs()
         figures |= {"bf16_seconds": bf16, "ratio_bf16_vs_fp32": fp32 / bf16}
-        figures |= {"bf16_abs_diff_mean": float(difference.mean()), "bf16_abs_diff_max": float(difference.max())}
+        figures |= {
+            "bf16_abs_diff_mean": float(difference.mean()),
+            "bf16_abs_diff_max": float(difference.max()),
+        }
 
     if args.peer_python:
         console.log("TRL")
         theirs = peer(args.peer_python, folder, work, args)
         console.log("generation")
         model = load_model(folder / "model", FAMILY, torch.float32)
-        generate = generation_seconds(model, work, processor, processor.pixels, args.repeats, args.device)
+        generate = generation_seconds(
+            model, work, processor, processor.pixels, args.repeats, args.device
+        )
         figures |= {f"trl_{k}": v for k, v in theirs.items()}
         figures |= {
             "generate_seconds": generate,

@@ -139,7 +139,9 @@ def sync(trainer, workers, strategy: str, check: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -151,17 +153,27 @@ def main() -> None:
     size = args.megabytes * 2**20
     # the weights of two syncs may be there at once
     ray.init(
-        address="local", include_dashboard=False, object_store_memory=max(3 * size, 2**28), logging_level="warning"
+        address="local",
+        include_dashboard=False,
+        object_store_memory=max(3 * size, 2**28),
+        logging_level="warning",
     )
     trainer = Trainer.remote(args.megabytes, args.bucket_megabytes * 2**20)
     workers = [Worker.remote(args.megabytes) for _ in range(args.workers)]
     times: dict[str, list[float]] = {strategy: [] for strategy in SENDERS}
     first, copies = {}, []
     for strategy in SENDERS:
-        ray.get([trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)])  # all have started
+        ray.get(
+            [trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)]
+        )  # all have started
         if strategy == "broadcast":
-            group = WeightGroup(*ray.get(trainer.listen.remote()), "benchmark", "gloo", 1 + args.workers, 0)
-            joins = [w.join_weight_group.remote(replace(group, rank=1 + i)) for i, w in enumerate(workers)]
+            group = WeightGroup(
+                *ray.get(trainer.listen.remote()), "benchmark", "gloo", 1 + args.workers, 0
+            )
+            joins = [
+                w.join_weight_group.remote(replace(group, rank=1 + i))
+                for i, w in enumerate(workers)
+            ]
             ray.get([trainer.join.remote(group), *joins])
         first[strategy] = sync(trainer, workers, strategy, check=True)
         sync(trainer, workers, strategy, check=False)  # a warm-up
@@ -172,9 +184,21 @@ def main() -> None:
     ray.shutdown()
 
     copy = statistics.median(copies)
-    figures: dict[str, float | int | str] = {"copy_seconds": copy, "copy_gb_per_second": size / copy / 1e9}
-    table = Table(title=f"{args.megabytes} MiB of float32 weights to {args.workers} workers, {args.repeats} times")
-    for column in ("strategy", "seconds (median)", "GB/s", "of plain copy", "per worker", "first sync, with check"):
+    figures: dict[str, float | int | str] = {
+        "copy_seconds": copy,
+        "copy_gb_per_second": size / copy / 1e9,
+    }
+    table = Table(
+        title=f"{args.megabytes} MiB of float32 weights to {args.workers} workers, {args.repeats} times"
+    )
+    for column in (
+        "strategy",
+        "seconds (median)",
+        "GB/s",
+        "of plain copy",
+        "per worker",
+        "first sync, with check",
+    ):
         table.add_column(column)
     table.add_row("plain copy", f"{copy:.3f}", f"{size / copy / 1e9:.2f}", "1.00", "", "")
     for strategy in SENDERS:
@@ -189,7 +213,13 @@ def main() -> None:
             f"{strategy}_first_seconds": first[strategy],
         }
         fractions = f"{copy / seconds:.2f}", f"{args.workers * copy / seconds:.2f}"
-        table.add_row(strategy, f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}", *fractions, f"{first[strategy]:.3f}")
+        table.add_row(
+            strategy,
+            f"{seconds:.3f}",
+            f"{size / seconds / 1e9:.2f}",
+            *fractions,
+            f"{first[strategy]:.3f}",
+        )
     figures |= {
         "megabytes": args.megabytes,
         "bucket_megabytes": args.bucket_megabytes,

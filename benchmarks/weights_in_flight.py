@@ -38,7 +38,9 @@ from rlinf_vl.types import Completion, Request, SamplingParams
 FAMILY = family_of("qwen3_vl")
 
 
-def make_engine(args: argparse.Namespace, path: str, processor: Processor, longest: int, keep_kv: bool) -> Engine:
+def make_engine(
+    args: argparse.Namespace, path: str, processor: Processor, longest: int, keep_kv: bool
+) -> Engine:
     model = load_model(path, FAMILY, torch.float32)
     banned, pixels, rows = (
         processor.banned_ids(vocab_size(model)),
@@ -47,17 +49,24 @@ def make_engine(args: argparse.Namespace, path: str, processor: Processor, longe
     )
     if not args.sglang:
         places = {"image_token_id": processor.image_token_id, "merge_size": processor.merge_size}
-        return TorchEngine(model, FAMILY, banned=banned, pixels=pixels, max_running=rows, keep_kv=keep_kv, **places)
+        return TorchEngine(
+            model, FAMILY, banned=banned, pixels=pixels, max_running=rows, keep_kv=keep_kv, **places
+        )
     from rlinf_vl.engines.sglang.engine import SglangEngine
     from rlinf_vl.engines.sglang.settings import Settings
 
     sizes = {"context_length": longest, "max_running": rows, "dtype": torch.float32}
     return SglangEngine(
-        Settings(model_path=path, keep_kv=keep_kv, **sizes), FAMILY, banned=banned, pixels=processor.pixels
+        Settings(model_path=path, keep_kv=keep_kv, **sizes),
+        FAMILY,
+        banned=banned,
+        pixels=processor.pixels,
     )
 
 
-def generate(engine: Engine, requests: list[Request], weights: list[dict], every: float | None) -> tuple[list, list]:
+def generate(
+    engine: Engine, requests: list[Request], weights: list[dict], every: float | None
+) -> tuple[list, list]:
     """Answers, and the seconds of each update that came meanwhile: versions are counted on, set `version % 2` of the weights."""
     over, seconds = threading.Event(), []
 
@@ -78,7 +87,9 @@ def generate(engine: Engine, requests: list[Request], weights: list[dict], every
 
 
 @torch.inference_mode()
-def largest_difference(requests: list[Request], done: list[Completion], models: list, processor: Processor) -> float:
+def largest_difference(
+    requests: list[Request], done: list[Completion], models: list, processor: Processor
+) -> float:
     """Of the first sample of each request."""
     banned = torch.from_numpy(processor.banned_ids(vocab_size(models[0])))
     worst = 0.0
@@ -103,13 +114,17 @@ def largest_difference(requests: list[Request], done: list[Completion], models: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sglang", action="store_true", help="measure the SGLang engine, not the torch engine")
+    parser.add_argument(
+        "--sglang", action="store_true", help="measure the SGLang engine, not the torch engine"
+    )
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two updates")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--check", type=int, default=8, help="responses to compare with transformers")
+    parser.add_argument(
+        "--check", type=int, default=8, help="responses to compare with transformers"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -121,21 +136,45 @@ def main() -> None:
     for i in range(args.groups):
         problem = dataset[i * 7 % len(dataset)]
         ids, grids = renderer.prompt(problem.messages, problem.images)
-        requests.append(Request(ids, problem.images, grids, sampling, tuple(range(i * 1000, i * 1000 + args.samples))))
-    models = [AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2)]
+        requests.append(
+            Request(
+                ids,
+                problem.images,
+                grids,
+                sampling,
+                tuple(range(i * 1000, i * 1000 + args.samples)),
+            )
+        )
+    models = [
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        for _ in range(2)
+    ]
     generator = torch.Generator().manual_seed(0)
     for p in models[1].parameters():
         p.data += 0.05 * p.data.std(correction=0) * torch.randn(p.shape, generator=generator)
     weights = [
-        {part: v for name, p in model.named_parameters() for part, v in FAMILY.engine_names(name, p.detach())}
+        {
+            part: v
+            for name, p in model.named_parameters()
+            for part, v in FAMILY.engine_names(name, p.detach())
+        }
         if args.sglang
         else {name: p.detach() for name, p in model.named_parameters()}
         for model in models
     ]
     longest = max(len(request.ids) for request in requests) + args.new_tokens
-    figures: dict[str, float | str] = {"engine": "SGLang" if args.sglang else "torch", "every_seconds": args.every}
+    figures: dict[str, float | str] = {
+        "engine": "SGLang" if args.sglang else "torch",
+        "every_seconds": args.every,
+    }
     table = Table(title=f"{figures['engine']}: an update every {args.every:g} s")
-    for column in ("way", "tokens/s (median)", "updates", "seconds of one (median)", "largest difference"):
+    for column in (
+        "way",
+        "tokens/s (median)",
+        "updates",
+        "seconds of one (median)",
+        "largest difference",
+    ):
         table.add_column(column)
     for way in ("undisturbed", "recompute", "keep"):
         engine = make_engine(args, path, processor, longest, way == "keep")
@@ -143,21 +182,34 @@ def main() -> None:
         speeds, seconds, worst = [], [], 0.0
         for repeat in range(args.repeats + 1):  # the first is a warm-up
             began = time.perf_counter()
-            done, updates = generate(engine, requests, weights, None if way == "undisturbed" else args.every)
+            done, updates = generate(
+                engine, requests, weights, None if way == "undisturbed" else args.every
+            )
             if repeat:
-                tokens = sum(len(sample.ids) for completion in done for sample in completion.samples)
+                tokens = sum(
+                    len(sample.ids) for completion in done for sample in completion.samples
+                )
                 speeds.append(tokens / (time.perf_counter() - began))
                 seconds += updates
         if way != "keep":  # of which no single version of the weights gives the logprobs
-            worst = largest_difference(requests[: args.check], done[: args.check], models, processor)
+            worst = largest_difference(
+                requests[: args.check], done[: args.check], models, processor
+            )
             figures[f"{way}_largest_difference"] = worst
         engine.close()
-        figures |= {f"{way}_tokens_per_second": statistics.median(speeds), f"{way}_updates": len(seconds)}
+        figures |= {
+            f"{way}_tokens_per_second": statistics.median(speeds),
+            f"{way}_updates": len(seconds),
+        }
         one = statistics.median(seconds) if seconds else 0.0
         figures[f"{way}_update_seconds"] = one
-        figures[f"{way}_ratio"] = statistics.median(speeds) / float(figures["undisturbed_tokens_per_second"])
+        figures[f"{way}_ratio"] = statistics.median(speeds) / float(
+            figures["undisturbed_tokens_per_second"]
+        )
         told = "-" if way == "keep" else f"{worst:.1e}"
-        table.add_row(way, f"{statistics.median(speeds):,.0f}", str(len(seconds)), f"{one:.3f}", told)
+        table.add_row(
+            way, f"{statistics.median(speeds):,.0f}", str(len(seconds)), f"{one:.3f}", told
+        )
     Console().print(table)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

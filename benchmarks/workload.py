@@ -23,7 +23,17 @@ from rlinf_vl.toy.files import (
     special_ids,
     write_toy_files,
 )
-from rlinf_vl.types import Group, ImageRef, Problem, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
+from rlinf_vl.types import (
+    Group,
+    ImageRef,
+    Problem,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenSequence,
+    Trajectory,
+    Turn,
+)
 
 PATCH, MERGE = 16, 2
 #: Image area: 200 … 400 tokens of 32 × 32 pixels, so that prompts have 150 … 500 ids.
@@ -31,9 +41,20 @@ MIN_PIXELS, MAX_PIXELS = 200 * 1024, 400 * 1024
 SHAPES = {
     # Qwen3-VL-2B-Instruct's config.json
     "2b": (
-        {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+        }
         | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
-        {"hidden_size": 1024, "depth": 24, "num_heads": 16, "intermediate_size": 4096, "out_hidden_size": 2048}
+        {
+            "hidden_size": 1024,
+            "depth": 24,
+            "num_heads": 16,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2048,
+        }
         | {"deepstack_visual_indexes": [5, 11, 17]},
         [24, 20, 20],
     ),
@@ -41,7 +62,13 @@ SHAPES = {
     "small": (
         {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 4}
         | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64},
-        {"hidden_size": 256, "depth": 6, "num_heads": 4, "intermediate_size": 1024, "out_hidden_size": 768}
+        {
+            "hidden_size": 256,
+            "depth": 6,
+            "num_heads": 4,
+            "intermediate_size": 1024,
+            "out_hidden_size": 768,
+        }
         | {"deepstack_visual_indexes": [1, 3]},
         [12, 10, 10],
     ),
@@ -49,7 +76,13 @@ SHAPES = {
     "tiny": (
         {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-        {"hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+        {
+            "hidden_size": 32,
+            "depth": 2,
+            "num_heads": 2,
+            "intermediate_size": 64,
+            "out_hidden_size": 64,
+        }
         | {"deepstack_visual_indexes": [0]},
         [4, 2, 2],
     ),
@@ -60,12 +93,18 @@ def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) ->
     """Write a checkpoint folder in HF format: random weights, the toy's tokenizer, Qwen3-VL's image settings."""
     text, vision, sections = SHAPES[shape]
     ids = special_ids()
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 5e6,
+        "mrope_section": sections,
+        "mrope_interleaved": True,
+    }
     config = Qwen3VLConfig(
         text_config=text
         | {"rope_parameters": rope, "tie_word_embeddings": True, "max_position_embeddings": 32768}
         | {"eos_token_id": ids[EOS_TOKEN], "pad_token_id": ids[PAD_TOKEN]},
-        vision_config=vision | {"patch_size": PATCH, "spatial_merge_size": MERGE, "num_position_embeddings": 2304},
+        vision_config=vision
+        | {"patch_size": PATCH, "spatial_merge_size": MERGE, "num_position_embeddings": 2304},
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -73,13 +112,18 @@ def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) ->
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # 2 billion random numbers take a CPU a minute
+    with torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ):  # 2 billion random numbers take a CPU a minute
         model = Qwen3VLForConditionalGeneration(config)
     model.to(dtype).save_pretrained(folder)
     write_toy_files(folder)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         settings = json.loads((folder / name).read_text())
-        settings |= {"patch_size": PATCH, "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}}
+        settings |= {
+            "patch_size": PATCH,
+            "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        }
         (folder / name).write_text(json.dumps(settings, indent=1))
 
 
@@ -99,8 +143,13 @@ def drawn_problems(count: int, rng: np.random.Generator) -> list[Problem]:
         buffer = io.BytesIO()
         picture.save(buffer, "PNG")
         image = ImageRef.of(buffer.getvalue())
-        text = "Find x in the figure " + "".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(40, 160)))
-        parts = ({"type": "image_url", "image_url": {"url": image.url}}, {"type": "text", "text": text})
+        text = "Find x in the figure " + "".join(
+            chr(97 + c) for c in rng.integers(0, 26, rng.integers(40, 160))
+        )
+        parts = (
+            {"type": "image_url", "image_url": {"url": image.url}},
+            {"type": "text", "text": text},
+        )
         problems.append(Problem(str(i), ({"role": "user", "content": list(parts)},), "1", (image,)))
     return problems
 
@@ -122,7 +171,11 @@ class Workload:
 
 
 def make_workload(
-    problems: list[Problem], processor: Processor, banned: np.ndarray, samples: int, rng: np.random.Generator
+    problems: list[Problem],
+    processor: Processor,
+    banned: np.ndarray,
+    samples: int,
+    rng: np.random.Generator,
 ) -> Workload:
     """Groups of `samples` random responses each; prompts of other than 150 … 500 ids are left out."""
     allowed = np.flatnonzero(~banned)
@@ -138,7 +191,9 @@ def make_workload(
         trajectories = []
         for n, reward in zip(lengths, rewards, strict=True):
             logprobs = np.full(n, -np.log(len(allowed)), np.float32)
-            sample = Sample(rng.choice(allowed, n).astype(np.int32), logprobs, np.zeros(n, np.int32), "stop")
+            sample = Sample(
+                rng.choice(allowed, n).astype(np.int32), logprobs, np.zeros(n, np.int32), "stop"
+            )
             turns = (Turn(0, len(prompt), len(prompt) + int(n), "stop", float(reward)),)
             sequences = (TokenSequence.of_sample(request, sample),)
             trajectories.append(Trajectory(sequences, turns, float(reward), {}, "stop"))

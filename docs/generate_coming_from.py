@@ -102,7 +102,8 @@ def _system(name: str) -> Iterator[str]:
             ]
         else:
             rows = [
-                (", ".join(f"`{key}`" for key in keys), reasons[why]) for why, keys in data.get(section, {}).items()
+                (", ".join(f"`{key}`" for key in keys), reasons[why])
+                for why, keys in data.get(section, {}).items()
             ]
             rows += [
                 (f"`{key}`", one.why)
@@ -110,7 +111,9 @@ def _system(name: str) -> Iterator[str]:
                 if key in data["keys"] and one.kind == kind == "dropped"
             ]
         if rows:
-            yield f"\n{title}:\n\n" + "".join(f"- {keys}: {why.strip().rstrip('.')}.\n" for keys, why in rows)
+            yield f"\n{title}:\n\n" + "".join(
+                f"- {keys}: {why.strip().rstrip('.')}.\n" for keys, why in rows
+            )
 
 
 def _row(known: Table, theirs: str) -> Row:
@@ -130,9 +133,13 @@ def _values(values: list[Any]) -> str:
 def _how(role: str, values: Mapping[Any, Any] | None, default: Any, note: str) -> str:
     parts = [quantities()[role][1] if role else ""]
     changed = {
-        theirs: ours for theirs, ours in (values or {}).items() if _plain(theirs) != _plain(ours) and ours is not None
+        theirs: ours
+        for theirs, ours in (values or {}).items()
+        if _plain(theirs) != _plain(ours) and ours is not None
     }
-    parts.append(", ".join(f"`{_plain(theirs)}` is `{_plain(ours)}`" for theirs, ours in changed.items()))
+    parts.append(
+        ", ".join(f"`{_plain(theirs)}` is `{_plain(ours)}`" for theirs, ours in changed.items())
+    )
     parts.append(note)
     if isinstance(default, str | int | float | bool):
         parts.append(f"`{_plain(default)}` if not said")
@@ -140,7 +147,9 @@ def _how(role: str, values: Mapping[Any, Any] | None, default: Any, note: str) -
 
 
 def _plain(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def _key(key: str) -> str:

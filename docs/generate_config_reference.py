@@ -60,7 +60,9 @@ def render() -> str:
     for section in config_sections():
         keys = {k: key for k, key in config_keys().items() if k.rpartition(".")[0] == section}
         about = f"{ABOUT[section]}\n\n" if section in ABOUT else ""
-        parts.append(f"\n## {section}\n\n{about}| key | type | default | meaning |\n|---|---|---|---|\n")
+        parts.append(
+            f"\n## {section}\n\n{about}| key | type | default | meaning |\n|---|---|---|---|\n"
+        )
         parts += [f"| {' | '.join(_row(k, key))} |\n" for k, key in keys.items()]
     return "".join(parts)
 
@@ -85,7 +87,9 @@ def _yaml(value: Any) -> str:
 
 def _type(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join("null" if arg is type(None) else _type(arg) for arg in get_args(annotation))
+        return " or ".join(
+            "null" if arg is type(None) else _type(arg) for arg in get_args(annotation)
+        )
     if get_origin(annotation) is list:
         return f"list of {_type(get_args(annotation)[0])}"
     return "mapping" if get_origin(annotation) is dict else annotation.__name__

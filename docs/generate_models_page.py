@@ -45,16 +45,28 @@ images fare, of different sizes, is a ratio: how much further off they are than 
 
 #: Column → (its title, what is measured).
 COLUMNS = {
-    "packed": ("packed = unpacked", "Many sequences in one row, with images in some, text alone in others."),
-    "shared": ("prompt shared = not", "The same with each prompt once in the row, its responses behind it."),
-    "tree": ("tree", "Trajectories of several sequences that share parts of their histories: a row is a tree."),
+    "packed": (
+        "packed = unpacked",
+        "Many sequences in one row, with images in some, text alone in others.",
+    ),
+    "shared": (
+        "prompt shared = not",
+        "The same with each prompt once in the row, its responses behind it.",
+    ),
+    "tree": (
+        "tree",
+        "Trajectories of several sequences that share parts of their histories: a row is a tree.",
+    ),
     "ranks": ("1 = 2 ranks", "A training step on two FSDP2 ranks against one on one rank."),
     "frozen": (
         "frozen tower",
         "A step on two ranks, vision tower and projector frozen, against a plain one written out.",
     ),
     "trained": ("all trained", "The same with everything trained, the vision tower included."),
-    "lora": ("LoRA", "Packed rows with adapters on every linear module and on experts, against peft's forward."),
+    "lora": (
+        "LoRA",
+        "Packed rows with adapters on every linear module and on experts, against peft's forward.",
+    ),
     "torch": ("torch engine", "Logprobs of what the embedded engine samples."),
     "sglang": ("SGLang", "Logprobs of what SGLang's CPU build samples."),
     "images": (
@@ -62,7 +74,10 @@ COLUMNS = {
         "Mean |rollout − train logprob| of the torch engine, prompts of several images by those of one.",
     ),
     "images sglang": ("SGLang, 2–8 images : 1", "The same of SGLang."),
-    "export": ("export loads", "Logprobs of what transformers loads from an export, against the model before."),
+    "export": (
+        "export loads",
+        "Logprobs of what transformers loads from an export, against the model before.",
+    ),
 }
 
 NO_TOWER = "no tower"
@@ -110,7 +125,9 @@ def render() -> str:
     lines = [HEAD, "| family | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
     lines.append("|---" * (1 + len(COLUMNS)) + "|")
     lines += [
-        f"| `{family}` | " + " | ".join(cell(family, column, cells[family]) for column in COLUMNS) + " |"
+        f"| `{family}` | "
+        + " | ".join(cell(family, column, cells[family]) for column in COLUMNS)
+        + " |"
         for family in FAMILIES
     ]
     lines += ["", *(f"- **{title}**: {meaning}" for title, meaning in COLUMNS.values()), "", FOOT]

@@ -24,7 +24,9 @@ TEXT, GRID = "#7d8590", "#7d859055"
 Point = tuple[float, float | None]
 
 
-def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: str, y_label: str) -> None:
+def draw_curve(
+    series: Mapping[str, Sequence[Point]], path: str | Path, title: str, y_label: str
+) -> None:
     """Writes lines of value over step to `path`.
 
     Args:
@@ -40,7 +42,9 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
     }
     points = [point for line in lines.values() for point in line]
     if not points:
-        raise ValueError(f"nothing to draw: no finite point in the series {', '.join(series) or '(none)'}")
+        raise ValueError(
+            f"nothing to draw: no finite point in the series {', '.join(series) or '(none)'}"
+        )
     xs, ys = zip(*points, strict=True)
     x_ticks = ticks(min(xs), max(xs), integers=True)
     low, high = min(ys), max(ys)
@@ -50,7 +54,11 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
         return LEFT + (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
 
     def y_of(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT
+            - BOTTOM
+            - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
+        )
 
     svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"',
@@ -63,10 +71,16 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
         svg.append(f'<text x="{LEFT - 8}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:g}</text>')
     for x in x_ticks:
         svg.append(f'<path d="M{x_of(x):.1f} {HEIGHT - BOTTOM}v5" stroke="{TEXT}"/>')
-        svg.append(f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 19}" text-anchor="middle">{x:g}</text>')
-    svg.append(f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="{TEXT}"/>')
+        svg.append(
+            f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 19}" text-anchor="middle">{x:g}</text>'
+        )
+    svg.append(
+        f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="{TEXT}"/>'
+    )
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    svg.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">training step</text>')
+    svg.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">training step</text>'
+    )
     svg.append(
         f'<text x="18" y="{middle}" text-anchor="middle" transform="rotate(-90 18 {middle})">{escape(y_label)}</text>'
     )
@@ -76,7 +90,9 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
         dash = ' stroke-dasharray="6 4"' if i >= len(COLORS) else ""
         values = {x: [y for _, y in same] for x, same in groupby(line, key=lambda point: point[0])}
         if len(values) < len(line):
-            edge = [(x, max(ys)) for x, ys in values.items()] + [(x, min(ys)) for x, ys in reversed(values.items())]
+            edge = [(x, max(ys)) for x, ys in values.items()] + [
+                (x, min(ys)) for x, ys in reversed(values.items())
+            ]
             band = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in edge)
             svg.append(f'<polygon points="{band}" fill="{color}" fill-opacity="0.18"/>')
         at = [(f"{x_of(x):.1f}", f"{y_of(fmean(ys)):.1f}") for x, ys in values.items()]
@@ -88,7 +104,9 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
             svg.extend(f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in at)
         if legend_x + 24 + 7 * len(name) > WIDTH:
             legend_x, legend_y = float(LEFT), legend_y + 14
-        svg.append(f'<path d="M{legend_x:.0f} {legend_y}h18" stroke="{color}" stroke-width="3"{dash}/>')
+        svg.append(
+            f'<path d="M{legend_x:.0f} {legend_y}h18" stroke="{color}" stroke-width="3"{dash}/>'
+        )
         svg.append(f'<text x="{legend_x + 24:.0f}" y="{legend_y + 4}">{escape(name)}</text>')
         legend_x += 48 + 7 * len(name)
     svg.append("</svg>")
@@ -96,7 +114,9 @@ def draw_curve(series: Mapping[str, Sequence[Point]], path: str | Path, title: s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python docs/learning_curve.py", description="Draw a metric of runs.")
+    parser = argparse.ArgumentParser(
+        prog="python docs/learning_curve.py", description="Draw a metric of runs."
+    )
     parser.add_argument("out", metavar="OUT.svg")
     parser.add_argument("runs", metavar="NAME[@METRIC]=RUN_DIR[,RUN_DIR…]", nargs="+")
     parser.add_argument("--title", default="Validation accuracy")
@@ -114,7 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             metrics_file = Path(folder) / "metrics.jsonl"
             if not metrics_file.exists():
                 parser.error(f"{metrics_file} does not exist")
-            found = [(row["step"], row[metric]) for row in read_lines(metrics_file)[0] if metric in row]
+            found = [
+                (row["step"], row[metric]) for row in read_lines(metrics_file)[0] if metric in row
+            ]
             if not found:
                 parser.error(f"{metrics_file} has no {metric}")
             series[name] += found

@@ -41,7 +41,15 @@ from rendezvous import (
     unreachable,
 )
 
-from rlinf_vl.runtime.cluster import MARK, NodeRecord, reachable, read_record, record_path, use_token, write_private
+from rlinf_vl.runtime.cluster import (
+    MARK,
+    NodeRecord,
+    reachable,
+    read_record,
+    record_path,
+    use_token,
+    write_private,
+)
 
 T = TypeVar("T")
 
@@ -99,7 +107,10 @@ def start(*arguments: str) -> None:
     if rank >= size:
         die(f"RANK must lie in 0…WORLD_SIZE-1; RANK={rank}, WORLD_SIZE={size}", 2)
     if size > 1 and not (setting("MASTER_ADDR") or setting("RAY_HEAD_FILE")):
-        die(f"WORLD_SIZE={size} needs MASTER_ADDR, or RAY_HEAD_FILE on a disk that every node sees", 2)
+        die(
+            f"WORLD_SIZE={size} needs MASTER_ADDR, or RAY_HEAD_FILE on a disk that every node sees",
+            2,
+        )
     if rank == 0:
         start_head(port, size, arguments)
     else:
@@ -118,7 +129,10 @@ def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
             # It may be of an earlier cluster; nodes that wait for this head must not read that.
             forget(head_file)
         if holder := holder_of(port):
-            die(f"port {port} of this machine is taken by {holder}; end that, or choose another port with RAY_PORT")
+            die(
+                f"port {port} of this machine is taken by {holder}; end that, or choose another "
+                "port with RAY_PORT"
+            )
         say(f"starting the head at {address}")
         options = [
             "--head",
@@ -133,8 +147,14 @@ def start_head(port: int, size: int, arguments: tuple[str, ...]) -> None:
             write_private(shared_token(), Path(record.token_path).read_text())
         write_private(Path(head_file), f"{address}\n")
         replace(record, head_file=os.path.abspath(head_file)).save()
-    say(f"head is up at {address}; {size - 1} other node(s) may join. Runs that start on this node use this cluster")
-    say(f"for Ray's own commands: export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={record.token_path}")
+    say(
+        f"head is up at {address}; {size - 1} other node(s) may join. Runs that start on this node "
+        "use this cluster"
+    )
+    say(
+        "for Ray's own commands: export RAY_AUTH_MODE=token "
+        f"RAY_AUTH_TOKEN_PATH={record.token_path}"
+    )
 
 
 def join_head(port: int, rank: int, arguments: tuple[str, ...]) -> None:
@@ -171,7 +191,10 @@ def node_that_works(address: str) -> NodeRecord | None:
         return None
     if record.runs() and reachable(record.address):
         if record.address != address:
-            die(f"a node of the cluster at {record.address} runs on this machine; stop it first: ray_utils/stop_ray.sh")
+            die(
+                f"a node of the cluster at {record.address} runs on this machine; stop it first: "
+                "ray_utils/stop_ray.sh"
+            )
         # A head may be too busy to answer while this node works: give up rather than end the node.
         if until(lambda: listed(record, *token_for(address)), ANSWER_S):
             return record
@@ -187,17 +210,32 @@ def start_node(address: str, ip: str, token: str, options: list[str]) -> NodeRec
     """
     mark, token_path = secrets.token_hex(8), kept_token()
     write_private(token_path, token)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARK: mark}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        MARK: mark
+    }
     use_token(str(token_path), environment)
     if not ip.startswith("127."):
         # Otherwise torch.distributed looks up its own address by host name, which may be another.
         environment.setdefault(
-            "GLOO_SOCKET_IFNAME", next(name for name, addresses in interfaces().items() if ip in addresses)
+            "GLOO_SOCKET_IFNAME",
+            next(name for name, addresses in interfaces().items() if ip in addresses),
         )
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={ip}", "--disable-usage-stats"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--node-ip-address={ip}",
+        "--disable-usage-stats",
+    ]
     # The output goes to a file: Ray's processes inherit it and would keep a pipe open.
     with contextlib.ExitStack() as undo, tempfile.TemporaryFile() as output:
-        channels = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "process_group": 0}
+        channels = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": output,
+            "process_group": 0,
+        }
         starting = subprocess.Popen(command + options, env=environment, **channels)
         undo.callback(end_node, mark, starting.pid)
         try:
@@ -209,8 +247,13 @@ def start_node(address: str, ip: str, token: str, options: list[str]) -> NodeRec
             if signed_off(address):
                 raise HeadGone
             output.seek(0)
-            die(f"ray start failed ({code or 'no raylet lives'}):\n{output.read().decode(errors='replace')[-2000:]}")
-        node_id = next(word for word in raylet.cmdline() if word.startswith("--node_id=")).partition("=")[2]
+            die(
+                f"ray start failed ({code or 'no raylet lives'}):\n"
+                f"{output.read().decode(errors='replace')[-2000:]}"
+            )
+        node_id = next(
+            word for word in raylet.cmdline() if word.startswith("--node_id=")
+        ).partition("=")[2]
         record = NodeRecord(address, ip, node_id, raylet.pid, mark, starting.pid, str(token_path))
 
         def joined() -> None:
@@ -233,7 +276,11 @@ def check(*arguments: str) -> None:
     numbers = [argument for argument in arguments if argument != "--cpu"]
     if len(numbers) != 1 or not numbers[0].isdigit():
         die("usage: bash ray_utils/check_ray.sh N [--cpu] [-- COMMAND…]", 2)
-    required, resource, port = int(numbers[0]), "CPU" if "--cpu" in arguments else "GPU", head_port()
+    required, resource, port = (
+        int(numbers[0]),
+        "CPU" if "--cpu" in arguments else "GPU",
+        head_port(),
+    )
     of_all = f" of {setting('WORLD_SIZE')}" if setting("WORLD_SIZE") else ""
 
     def count_resources() -> str:
@@ -258,12 +305,22 @@ def serve() -> None:
     head has ended.
     """
     record, head = read_record(), number("RANK", 0) == 0
-    if record is None and not head and setting("RAY_HEAD_FILE") and not first_line(setting("RAY_HEAD_FILE")):
+    if (
+        record is None
+        and not head
+        and setting("RAY_HEAD_FILE")
+        and not first_line(setting("RAY_HEAD_FILE"))
+    ):
         say("the head has gone; there is nothing to serve")
         return
     record = record or die("start_ray.sh has started nothing on this node")
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, (lambda *_: sys.exit()) if head else (lambda *_: say("asked to stop; the head goes first")))
+        signal.signal(
+            name,
+            (lambda *_: sys.exit())
+            if head
+            else (lambda *_: say("asked to stop; the head goes first")),
+        )
     say(f"serving the cluster at {record.address}")
     last_reachable = time.monotonic()
     while record.runs() and time.monotonic() - last_reachable < GONE_S:
@@ -280,7 +337,9 @@ def serve() -> None:
 def signed_off(address: str) -> bool:
     """Return whether the head at `address`, on another node, has stopped and removed its file."""
     file = setting("RAY_HEAD_FILE")
-    return bool(number("RANK", 0) and file) and first_line(file) != address and not reachable(address)
+    return (
+        bool(number("RANK", 0) and file) and first_line(file) != address and not reachable(address)
+    )
 
 
 def stop() -> None:
@@ -385,7 +444,11 @@ def holder_of(port: int) -> str | None:
         except OSError as error:
             bind_error = str(error)
     for connection in psutil.net_connections("tcp"):
-        if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
+        if (
+            connection.laddr.port == port
+            and connection.status == psutil.CONN_LISTEN
+            and connection.pid
+        ):
             return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return f"another process ({bind_error})"
 
@@ -402,14 +465,22 @@ def nodes_of(address: str, token: str, token_source: str) -> list[dict]:
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     command = [sys.executable, "-c", NODES, address]
     try:
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWER_S)
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=ANSWER_S
+        )
     except subprocess.TimeoutExpired:
         raise NotYet(f"what listens at {address} does not answer as a Ray head does") from None
     if result.returncode == 0:
         return json.loads(result.stdout)
     if "InvalidAuthToken" in result.stderr:
-        raise NotYet(f"the head at {address} refuses the token of {token_source}; every node needs the head's token")
-    raise NotYet(f"what listens at {address} does not answer as a Ray head does: {result.stderr.strip()[-300:]}")
+        raise NotYet(
+            f"the head at {address} refuses the token of {token_source}; every node needs the "
+            "head's token"
+        )
+    raise NotYet(
+        f"what listens at {address} does not answer as a Ray head does: "
+        f"{result.stderr.strip()[-300:]}"
+    )
 
 
 def listed(record: NodeRecord, token: str, token_source: str) -> bool:

@@ -36,7 +36,11 @@ def setting(name: str) -> str:
 def number(name: str, default: int) -> int:
     """Return the number in an environment variable; exit if it holds anything else."""
     value = setting(name) or str(default)
-    return int(value) if value.isascii() and value.isdigit() else die(f"{name} must be a number, not '{value}'", 2)
+    return (
+        int(value)
+        if value.isascii() and value.isdigit()
+        else die(f"{name} must be a number, not '{value}'", 2)
+    )
 
 
 def first_line(path: str | Path) -> str:
@@ -61,7 +65,9 @@ def interfaces() -> dict[str, list[str]]:
 
 def ours() -> str:
     """List this machine's interfaces and addresses, for messages."""
-    return "this machine has " + ", ".join(f"{name} ({', '.join(ips)})" for name, ips in interfaces().items())
+    return "this machine has " + ", ".join(
+        f"{name} ({', '.join(ips)})" for name, ips in interfaces().items()
+    )
 
 
 def chosen_ip() -> str | None:
@@ -93,7 +99,11 @@ def resolve(host: str) -> str | None:
 
 def head_port() -> int:
     port = number("RAY_PORT", 6379)
-    return port if 0 < port < 2**16 else die(f"RAY_PORT must be a number from 1 to 65535, not '{port}'", 2)
+    return (
+        port
+        if 0 < port < 2**16
+        else die(f"RAY_PORT must be a number from 1 to 65535, not '{port}'", 2)
+    )
 
 
 def head_ip(size: int) -> str:
@@ -101,17 +111,24 @@ def head_ip(size: int) -> str:
 
     It is the chosen one, else MASTER_ADDR, else that of the default route.
     """
-    usable = [ip for ips in interfaces().values() for ip in ips if size == 1 or not ip.startswith("127.")]
+    usable = [
+        ip for ips in interfaces().values() for ip in ips if size == 1 or not ip.startswith("127.")
+    ]
     chosen, master = chosen_ip(), setting("MASTER_ADDR")
     master_ip = resolve(master) if master else None
     if chosen and chosen not in usable:
         die(f"the other nodes cannot reach {chosen}; {ours()}", 2)
     if chosen and master_ip in usable and chosen != master_ip:
-        die(f"the other nodes look for the head at MASTER_ADDR={master} ({master_ip}), but {chosen} is chosen here", 2)
+        die(
+            f"the other nodes look for the head at MASTER_ADDR={master} ({master_ip}), but "
+            f"{chosen} is chosen here",
+            2,
+        )
     # Many hosts resolve their own name to a loopback address, which is no mistake.
     if master and master_ip not in usable and not (master_ip or "").startswith("127."):
         say(
-            f"MASTER_ADDR={master} ({master_ip or 'unknown'}) is not an address of this machine: is it rank 0's? {ours()}"
+            f"MASTER_ADDR={master} ({master_ip or 'unknown'}) is not an address of this machine: "
+            f"is it rank 0's? {ours()}"
         )
     routed = route_to("192.0.2.1")  # an address reserved for documentation takes the default route
     for ip in (chosen, master_ip, routed, "127.0.0.1" if size == 1 else None):
@@ -120,7 +137,10 @@ def head_ip(size: int) -> str:
     if len(usable) == 1:
         return usable[0]
     # Several addresses, and nothing to choose by: the user must.
-    die(f"no default route says which address the other nodes can reach; choose with RAY_INTERFACE; {ours()}")
+    die(
+        "no default route says which address the other nodes can reach; choose with "
+        f"RAY_INTERFACE; {ours()}"
+    )
 
 
 def head_address(port: int) -> str:
@@ -141,7 +161,8 @@ def head_address(port: int) -> str:
     if record:
         return record.address
     die(
-        "no cluster was started on this node; start it with ray_utils/start_ray.sh, or set MASTER_ADDR or RAY_HEAD_FILE"
+        "no cluster was started on this node; start it with ray_utils/start_ray.sh, or set "
+        "MASTER_ADDR or RAY_HEAD_FILE"
     )
 
 
@@ -179,7 +200,9 @@ def given_token() -> str | None:
     # This node's copy doesn't count: it is deleted with its cluster.
     if setting("RAY_AUTH_TOKEN") or path in ("", str(kept_token())):
         return setting("RAY_AUTH_TOKEN") or None
-    return first_line(path) or die(f"RAY_AUTH_TOKEN_PATH={path} is no readable file with a token", 2)
+    return first_line(path) or die(
+        f"RAY_AUTH_TOKEN_PATH={path} is no readable file with a token", 2
+    )
 
 
 def new_token() -> str:
@@ -201,12 +224,20 @@ def new_token() -> str:
 def token_for(address: str) -> tuple[str, str]:
     """Return the token for the head at `address`, and its source: a variable or a path."""
     if token := given_token():
-        return token, "RAY_AUTH_TOKEN" if setting("RAY_AUTH_TOKEN") else setting("RAY_AUTH_TOKEN_PATH")
+        return token, "RAY_AUTH_TOKEN" if setting("RAY_AUTH_TOKEN") else setting(
+            "RAY_AUTH_TOKEN_PATH"
+        )
     record = read_record()
-    kept_paths = [record.token_path] if record and record.address == address and record.runs() else []
+    kept_paths = (
+        [record.token_path] if record and record.address == address and record.runs() else []
+    )
     # The file beside RAY_HEAD_FILE may be newer than this node's copy; the home folder's may be of
     # another cluster.
-    paths = [str(shared_token()), *kept_paths] if setting("RAY_HEAD_FILE") else [*kept_paths, str(shared_token())]
+    paths = (
+        [str(shared_token()), *kept_paths]
+        if setting("RAY_HEAD_FILE")
+        else [*kept_paths, str(shared_token())]
+    )
     for path in paths:
         if token := first_line(path):
             return token, path

@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_verb(arguments)
     # An OSError names the file that can't be read or written: it needs no traceback.
     except (*user_errors, RunError, OSError) as error:
-        print(f"error: {reason_of(error) if isinstance(error, ConfigError | RunError) else error}", file=sys.stderr)
+        print(
+            f"error: {reason_of(error) if isinstance(error, ConfigError | RunError) else error}",
+            file=sys.stderr,
+        )
         return 2 if isinstance(error, user_errors) else 1
     except KeyboardInterrupt:
         return 128 + (stop_request.number or signal.SIGINT)
@@ -92,7 +95,11 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
         samples=arguments.samples,
         by=arguments.by,
     )
-    log.info("the figures are in %s; 'python -m rlinf_vl report %s' shows the answers", run_dir / "eval.json", run_dir)
+    log.info(
+        "the figures are in %s; 'python -m rlinf_vl report %s' shows the answers",
+        run_dir / "eval.json",
+        run_dir,
+    )
     return 0
 
 
@@ -140,7 +147,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
                 trust_run_code=arguments.trust_run_code,
             )
             if arguments.adapters:
-                log.info("wrote %s, for peft.PeftModel.from_pretrained on the run's base model", destination)
+                log.info(
+                    "wrote %s, for peft.PeftModel.from_pretrained on the run's base model",
+                    destination,
+                )
                 return 0
             log.info(
                 "wrote %s, for AutoModelForImageTextToText (text only: AutoModelForCausalLM), "

@@ -182,7 +182,10 @@ class Run:
         `output`, or report.html in the run's folder."""
         from rlinf_vl.report import build_report
 
-        folders = [self.folder, *(Path(run.folder if isinstance(run, Run) else run) for run in others)]
+        folders = [
+            self.folder,
+            *(Path(run.folder if isinstance(run, Run) else run) for run in others),
+        ]
         return build_report(folders, Path(output) if output is not None else None)
 
 
@@ -212,7 +215,9 @@ def _pickled(argument: str, code: Any, code_files: dict[str, str]) -> str:
 def _paths(dataset: Any) -> list[str]:
     """Return the paths in a data set argument; none if it consists of rows."""
     entries = [dataset] if isinstance(dataset, str | Path) else dataset
-    are_paths = isinstance(entries, list | tuple) and all(isinstance(entry, str | Path) for entry in entries)
+    are_paths = isinstance(entries, list | tuple) and all(
+        isinstance(entry, str | Path) for entry in entries
+    )
     return [str(path) for path in entries] if are_paths else []
 
 
@@ -227,7 +232,11 @@ def _with_parts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     def in_parts(message: Any) -> Any:
         text = message.get("content")
-        return message | {"content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+        return (
+            message | {"content": [{"type": "text", "text": text}]}
+            if isinstance(text, str)
+            else message
+        )
 
     columns_with_parts = set()
     for row in rows:
@@ -254,12 +263,20 @@ def _write_rows(dataset: Any, config: Config, split: str) -> str:
 
     dataset = dataset.to_dict("records") if isinstance(dataset, pandas.DataFrame) else dataset
     if not isinstance(dataset, datasets.Dataset):
-        if not isinstance(dataset, Sequence) or not all(isinstance(row, Mapping) for row in dataset):
+        if not isinstance(dataset, Sequence) or not all(
+            isinstance(row, Mapping) for row in dataset
+        ):
             type_name = type(dataset).__name__
             # A DatasetDict of the hub's library, before one has chosen a split.
-            hint = f"; name a split: {split}_dataset={type_name}[…]" if isinstance(dataset, Mapping) else ""
+            hint = (
+                f"; name a split: {split}_dataset={type_name}[…]"
+                if isinstance(dataset, Mapping)
+                else ""
+            )
             expected = "datasets.Dataset, DataFrame, list of dicts or path"
-            raise ConfigError(f"{split}_dataset: a value of type {type_name} is no {expected}{hint}")
+            raise ConfigError(
+                f"{split}_dataset: a value of type {type_name} is no {expected}{hint}"
+            )
         try:
             dataset = datasets.Dataset.from_list(_with_parts(dataset))
         # Arrow raises errors of many types for rows that fit no table.
@@ -283,7 +300,9 @@ def _write_rows(dataset: Any, config: Config, split: str) -> str:
         path = folder / f"{split}-{digest(aside)['sha256'][:12]}.parquet"
         os.replace(aside, path)
     except FileNotFoundError as error:
-        raise ConfigError(f"{split}_dataset: no file {error.filename!r}, which an image names") from error
+        raise ConfigError(
+            f"{split}_dataset: no file {error.filename!r}, which an image names"
+        ) from error
     finally:
         aside.unlink(missing_ok=True)
     return str(path)

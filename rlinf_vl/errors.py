@@ -17,7 +17,11 @@ class ConfigError(_WithoutTraceback, ValueError):
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        text = problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *problems])
+        text = (
+            problems[0]
+            if len(problems) == 1
+            else "\n".join([f"{len(problems)} problems:", *problems])
+        )
         super().__init__(text)
 
 

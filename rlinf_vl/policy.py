@@ -36,7 +36,13 @@ class Policy:
     that it was trained with."""
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, processor: Processor, *, device: str, thinking: str = "auto"
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        processor: Processor,
+        *,
+        device: str,
+        thinking: str = "auto",
     ) -> None:
         self._processor = processor
         self._renderer = Renderer(processor, thinking)
@@ -80,9 +86,13 @@ class Policy:
             messages = [{"role": "user", "content": messages}]
         observation = observe([_with_files(message) for message in messages], Problem("", (), ""))
         ids, grids = self._renderer.prompt(observation.messages, observation.images)
-        sampling = SamplingParams(temperature, top_p, top_k, max_new_tokens, self._processor.stop_ids)
+        sampling = SamplingParams(
+            temperature, top_p, top_k, max_new_tokens, self._processor.stop_ids
+        )
         seeds = tuple(range(seed, seed + (n or 1)))
-        (completion,) = self._engine.generate([Request(ids, observation.images, grids, sampling, seeds)])
+        (completion,) = self._engine.generate(
+            [Request(ids, observation.images, grids, sampling, seeds)]
+        )
         texts = [self._processor.decode(sample.ids) for sample in completion.samples]
         return texts[0] if n is None else texts
 
@@ -167,6 +177,11 @@ def _with_files(message: Message) -> Message:
         value: Any = part.get("image_url", part.get("image"))
         value = value.get("url") if isinstance(value, Mapping) else value
         # Linux has no longer paths; data URIs of images usually are.
-        is_path = isinstance(value, Path) or isinstance(value, str) and len(value) < 4096 and Path(value).is_file()
+        is_path = (
+            isinstance(value, Path)
+            or isinstance(value, str)
+            and len(value) < 4096
+            and Path(value).is_file()
+        )
         parts.append({"type": "image", "image": Path(value).read_bytes()} if is_path else part)
     return message | {"content": parts}

@@ -41,7 +41,10 @@ def publish(
         FileNotFoundError, FileExistsError: see `export_checkpoint`.
     """
     if output is None and push is None:
-        raise ConfigError("export: nowhere to write to; name a folder, or --push owner/name for the Hugging Face hub")
+        raise ConfigError(
+            "export: nowhere to write to; name a folder, or --push owner/name for the Hugging "
+            "Face hub"
+        )
     checkpoint = checkpoint_at(source)
     refuse_code_of_run(config_of(checkpoint), checkpoint.resolve().parents[1], trust_run_code)
     # A repository that is refused is reported before the export, which takes minutes.
@@ -51,13 +54,19 @@ def publish(
     from rlinf_vl.report.card import write_card
 
     with ExitStack() as stack:
-        folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlinf_vl-export-")))
+        folder = output or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="rlinf_vl-export-"))
+        )
         exported = export_checkpoint(checkpoint, folder, dtype, adapters, trust_run_code)
-        on_hub = not exported.base.startswith(("/", ".")) and bool(HUB_NAME.fullmatch(exported.base))
+        on_hub = not exported.base.startswith(("/", ".")) and bool(
+            HUB_NAME.fullmatch(exported.base)
+        )
         run_dir = source if (source / "config.yaml").is_file() else checkpoint.resolve().parents[1]
         # A remote folder has the config, and no metrics to draw a curve from.
         if isinstance(run_dir, UPath):
-            local = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlinf_vl-export-")))
+            local = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="rlinf_vl-export-"))
+            )
             (local / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
             run_dir = local
         write_card(
@@ -103,11 +112,14 @@ def _push(folder: Path, name: str) -> str:
     import huggingface_hub as hub
 
     try:
-        hub.HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with rlinf_vl")
+        hub.HfApi().upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Trained with rlinf_vl"
+        )
     # Errors of the client, and of its HTTP library, as in `_make_repository`.
     except Exception as error:
         raise RunError(
-            f"--push {name}: the upload failed ({_reason(error)}); run it again: what is there isn't sent twice"
+            f"--push {name}: the upload failed ({_reason(error)}); run it again: what is there "
+            "isn't sent twice"
         ) from error
     return f"{hub.constants.ENDPOINT}/{name}"
 

@@ -26,7 +26,13 @@ from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.spans import record_spans
 from rlinf_vl.observe.status import StatusFile, write_environment
 from rlinf_vl.runtime import run_folder as folders
-from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, find_checkpoint, load_state, recover_checkpoints
+from rlinf_vl.runtime.checkpoints import (
+    Folder,
+    checkpoint_home,
+    find_checkpoint,
+    load_state,
+    recover_checkpoints,
+)
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 log = logging.getLogger("rlinf_vl")
@@ -53,7 +59,11 @@ def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> 
         if checkpoint and config.runner.max_steps >= 0:
             step = load_state(checkpoint)["step"]
             if step >= config.runner.max_steps:
-                log.info("nothing left: step %d of %d; raise runner.max_steps", step, config.runner.max_steps)
+                log.info(
+                    "nothing left: step %d of %d; raise runner.max_steps",
+                    step,
+                    config.runner.max_steps,
+                )
                 return None
         from rlinf_vl.preflight import doctor  # takes seconds to import
 
@@ -61,7 +71,9 @@ def train(config: Config, stop_request: StopRequest, keep_ray: bool = False) -> 
         # Before the folder is opened: a start that fails here takes no run's name.
         log.info(rehearse(config))
         events = EventLog(run_dir)
-        checkpoint = folders.open_folder(config, run_dir, checkpoint, partial(events.add, level=logging.INFO))
+        checkpoint = folders.open_folder(
+            config, run_dir, checkpoint, partial(events.add, level=logging.INFO)
+        )
         with _explained(run_dir):
             return _run(config, run_dir, checkpoint, stop_request, keep_ray)
 
@@ -114,12 +126,16 @@ def evaluate(
         doctor.refuse(config)
         model_path = prepare_toys(config)
         columns = evaluate.columns_of(config, by)
-        folders.open_folder(config, run_dir, None, partial(EventLog(run_dir).add, level=logging.INFO))
+        folders.open_folder(
+            config, run_dir, None, partial(EventLog(run_dir).add, level=logging.INFO)
+        )
         with _explained(run_dir), ExitStack() as stack:
             if checkpoint:
                 precision = config.rollout.model.precision
                 model_path = stack.enter_context(evaluate.exported(checkpoint, run_dir, precision))
-            progress, reservation = stack.enter_context(_machines(config, run_dir, stop_request, learns=False))
+            progress, reservation = stack.enter_context(
+                _machines(config, run_dir, stop_request, learns=False)
+            )
             figures = evaluate.evaluate(
                 config,
                 model_path,
@@ -146,7 +162,9 @@ def _explained(run_dir: Path) -> Iterator[None]:
     except Exception as error:
         path = run_dir / "error.txt"
         try:
-            path.write_text(without_colors("".join(traceback.format_exception(error))), encoding="utf-8")
+            path.write_text(
+                without_colors("".join(traceback.format_exception(error))), encoding="utf-8"
+            )
         except OSError:
             # Without the file the traceback must go to the terminal.
             raise error from None
@@ -154,7 +172,11 @@ def _explained(run_dir: Path) -> Iterator[None]:
 
 
 def _run(
-    config: Config, run_dir: Path, checkpoint: Folder | None, stop_request: StopRequest, keep_ray: bool
+    config: Config,
+    run_dir: Path,
+    checkpoint: Folder | None,
+    stop_request: StopRequest,
+    keep_ray: bool,
 ) -> int | None:
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be valid: these imports and the toy's warm start take seconds.
@@ -165,7 +187,9 @@ def _run(
     model_path = prepare_toys(config)
     # In a thread, as reading large data takes minutes; a daemon, as the run's end need not wait for
     # it.
-    threading.Thread(target=write_digests, args=(run_dir, _data_files(config)), name="digests", daemon=True).start()
+    threading.Thread(
+        target=write_digests, args=(run_dir, _data_files(config)), name="digests", daemon=True
+    ).start()
     start = time.monotonic()
     stopped_by: int | None = None
     metrics: dict[str, float] = {}
@@ -176,21 +200,32 @@ def _run(
         settle_gpu_share(config, model_path, reservation)
         freeze_loaded()
         try:
-            metrics = run(config, model_path, reservation, run_dir, progress, stop_request, checkpoint)
+            metrics = run(
+                config, model_path, reservation, run_dir, progress, stop_request, checkpoint
+            )
         except Interrupted as stop:
             stopped_by, progress.end, progress.reason = stop.number, "stopped", str(stop)
         finally:
             # A notebook goes on after the run.
             gc.unfreeze()
     log.info("%.0f s from the start of Ray to its end", time.monotonic() - start)
-    log.info("done: %s", ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")))
+    log.info(
+        "done: %s",
+        ", ".join(
+            f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")
+        ),
+    )
     log.info("the run is in %s", run_dir)
     return stopped_by
 
 
 @contextmanager
 def _machines(
-    config: Config, run_dir: Path, stop_request: StopRequest, learns: bool = True, keep_ray: bool = False
+    config: Config,
+    run_dir: Path,
+    stop_request: StopRequest,
+    learns: bool = True,
+    keep_ray: bool = False,
 ) -> Iterator[tuple[RunProgress, Any]]:
     """Start Ray and reserve the machines; yields the progress display and the `Reservation`. From
     then on `run_dir` has the description of the environment and the spans of all processes."""
@@ -201,7 +236,10 @@ def _machines(
     with RunProgress(StatusFile(run_dir)) as progress:
         record_spans(run_dir, "controller")
         progress.phase("starting Ray")
-        with ray_cluster(config, keep_ray) as options, reserve(config, learns, options) as reservation:
+        with (
+            ray_cluster(config, keep_ray) as options,
+            reserve(config, learns, options) as reservation,
+        ):
             # Ray has installed a handler of its own.
             stop_request.install()
             yield progress, reservation
@@ -214,7 +252,10 @@ def _report_at_end(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if not isinstance(sys.exception(), KeyboardInterrupt) and (run_dir / "metrics.jsonl").exists():
+        if (
+            not isinstance(sys.exception(), KeyboardInterrupt)
+            and (run_dir / "metrics.jsonl").exists()
+        ):
             from rlinf_vl.report import build_report
 
             try:

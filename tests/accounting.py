@@ -71,7 +71,9 @@ def conversations(toy, seed, turns, images, longest, seq_length=500):
         return_logprobs=True,
         alive_timeout_s=30.0,
     )
-    sampling = SamplingParams(temperature=1.5, max_new_tokens=longest, stop_ids=toy.processor.stop_ids)
+    sampling = SamplingParams(
+        temperature=1.5, max_new_tokens=longest, stop_ids=toy.processor.stop_ids
+    )
     seeds = [range(4 * (seed + g), 4 * (seed + g) + 4) for g in range(3)]
     return play(player, seeds, sampling), engine.asked
 
@@ -83,7 +85,9 @@ def assert_accounted(toy, groups, asked):
     for request, future in asked:
         for sample in future.result().samples:
             shown = tuple(image.hash for image in request.images)
-            answers.setdefault((request.ids.tobytes(), shown, sample.ids.tobytes()), []).append(sample)
+            answers.setdefault((request.ids.tobytes(), shown, sample.ids.tobytes()), []).append(
+                sample
+            )
     trained = Counter()
     for trajectory in (t for group in groups for t in group.trajectories):
         assert trajectory.error is None
@@ -93,7 +97,10 @@ def assert_accounted(toy, groups, asked):
             assert not masks[turn.sequence][at].any()
             masks[turn.sequence][at] = True
             before = sequence.ids[: turn.start]
-            patches = np.cumsum([np.prod(grid) for _, grid in sequence.images]) // toy.processor.merge_size**2
+            patches = (
+                np.cumsum([np.prod(grid) for _, grid in sequence.images])
+                // toy.processor.merge_size**2
+            )
             n = int((patches <= (before == toy.processor.image_token_id).sum()).sum())
             shown = tuple(image.hash for image, _ in sequence.images[:n])
             key = before.tobytes(), shown, sequence.ids[at].tobytes()
@@ -104,7 +111,9 @@ def assert_accounted(toy, groups, asked):
             assert np.array_equal(mask, sequence.loss_mask)
             assert (sequence.logprobs[~mask] == 0).all() and (sequence.versions[~mask] == -1).all()
             sequence.assert_images_placed(toy.processor.image_token_id, toy.processor.merge_size)
-    assert trained == Counter({key: len(samples) for key, samples in answers.items()}), "all that was sampled, once"
+    assert trained == Counter({key: len(samples) for key, samples in answers.items()}), (
+        "all that was sampled, once"
+    )
 
 
 def assert_explained(toy, models, groups, tolerance=5e-5):
@@ -116,7 +125,9 @@ def assert_explained(toy, models, groups, tolerance=5e-5):
         inputs = {}
         if sequence.images:
             inputs = {
-                "pixel_values": torch.from_numpy(np.concatenate([toy.pixels(image) for image, _ in sequence.images])),
+                "pixel_values": torch.from_numpy(
+                    np.concatenate([toy.pixels(image) for image, _ in sequence.images])
+                ),
                 "image_grid_thw": torch.tensor([grid for _, grid in sequence.images]),
                 "mm_token_type_ids": (ids == toy.processor.image_token_id).int(),
             }
@@ -124,13 +135,21 @@ def assert_explained(toy, models, groups, tolerance=5e-5):
         for version in np.unique(sequence.versions[where]):
             models[version].model.rope_deltas = None
             with torch.no_grad():
-                logits = models[version](input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0] / 1.5
+                logits = (
+                    models[version](
+                        input_ids=ids, attention_mask=torch.ones_like(ids), **inputs
+                    ).logits[0]
+                    / 1.5
+                )
             logits[:, torch.from_numpy(toy.banned)] = -torch.inf
             own = where[sequence.versions[where] == version]
             expected = logits.log_softmax(-1)[own - 1, ids[0, own]].numpy()
             np.testing.assert_allclose(sequence.logprobs[own], expected, atol=tolerance)
     for trajectory in (t for group in groups for t in group.trajectories):
-        versions = (trajectory.sequences[turn.sequence].versions[turn.start : turn.end] for turn in trajectory.turns)
+        versions = (
+            trajectory.sequences[turn.sequence].versions[turn.start : turn.end]
+            for turn in trajectory.turns
+        )
         mixed += sum(len(set(own[own >= 0])) > 1 for own in versions)
     return mixed
 
@@ -139,7 +158,9 @@ def assert_scored_alike(toy, groups, tolerance=2e-5):
     """In rows of every kind: each trajectory alone, all packed, prompts of a group shared; sequences of a trajectory are trees."""
     family = family_of(toy.model.config.model_type)
     policy = PolicyModel(toy.model, family, toy.banned, temperature=1.5, chunk=None)
-    members = [[Member(g, i, [0.0] * len(t.turns)) for i, t in enumerate(g.trajectories)] for g in groups]
+    members = [
+        [Member(g, i, [0.0] * len(t.turns)) for i, t in enumerate(g.trajectories)] for g in groups
+    ]
     everything = [member for own in members for member in own]
     for share, rows in (
         (False, [[m] for m in everything]),
@@ -160,6 +181,8 @@ def assert_scored_alike(toy, groups, tolerance=2e-5):
             batch = collate(row, run_vision=True)
             with torch.no_grad():
                 logprobs, _ = policy(batch)
-            torch.testing.assert_close(logprobs, torch.from_numpy(batch.rollout_logprobs), atol=tolerance, rtol=0)
+            torch.testing.assert_close(
+                logprobs, torch.from_numpy(batch.rollout_logprobs), atol=tolerance, rtol=0
+            )
             total += len(batch.targets)
         assert total == sum(t.n_response_tokens for g in groups for t in g.trajectories)

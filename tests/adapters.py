@@ -15,7 +15,9 @@ from rlinf_vl.packing.collator import Member
 def peft_model(family: str, settings: LoraConfig, **sizes):
     """transformers' model with adapters as peft puts them: on every linear module by peft's own name for them, or in the text model
     by a pattern; on experts by the names of their parameters."""
-    from peft import LoraConfig as PeftConfig  # seconds, which not every process that imports this has to spend
+    from peft import (
+        LoraConfig as PeftConfig,
+    )  # seconds, which not every process that imports this has to spend
     from peft import inject_adapter_in_model
 
     sees = MEMBERS[family][1] is not None
@@ -27,11 +29,15 @@ def peft_model(family: str, settings: LoraConfig, **sizes):
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=settings.dropout,
         target_modules=wanted,
-        target_parameters=["gate_up_proj", "down_proj"] if "num_experts" in MEMBERS[family][0] else None,
+        target_parameters=["gate_up_proj", "down_proj"]
+        if "num_experts" in MEMBERS[family][0]
+        else None,
     )
     model = tiny_model(family=family, **sizes)
     if settings.quantization == "nf4":
-        model = in_4_bits(model, ["lm_head", *["model.visual"] * (settings.target_modules == ["language"])])
+        model = in_4_bits(
+            model, ["lm_head", *["model.visual"] * (settings.target_modules == ["language"])]
+        )
     return inject_adapter_in_model(config, model)
 
 
@@ -49,9 +55,13 @@ def in_4_bits(model, skipped: list[str]):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         kind = type(model)
-        quantized = kind.from_pretrained(folder, dtype=torch.float32, quantization_config=settings, device_map="cpu")
+        quantized = kind.from_pretrained(
+            folder, dtype=torch.float32, quantization_config=settings, device_map="cpu"
+        )
     for module in quantized.modules():
-        if hasattr(module, "quant_state"):  # whose scales it otherwise rounds to bfloat16 when it first evaluates
+        if hasattr(
+            module, "quant_state"
+        ):  # whose scales it otherwise rounds to bfloat16 when it first evaluates
             module.support_avx512bf16_for_cpu = False
     return quantized.eval()
 
@@ -89,7 +99,10 @@ def row_of(family: str):
 
 def both_logprobs(family: str, settings: LoraConfig, **sizes):
     """((our policy, its logprobs on a packed row), (peft's model, its logprobs, one trajectory at a time))."""
-    policy, model = adapted(family, settings, **sizes), with_values(peft_model(family, settings, **sizes))
+    policy, model = (
+        adapted(family, settings, **sizes),
+        with_values(peft_model(family, settings, **sizes)),
+    )
     groups, batch = row_of(family)
     theirs = torch.cat([transformers_logprobs(model, g, i) for g in groups for i in range(2)])
     return (policy, policy(batch)[0]), (model, theirs)

@@ -14,9 +14,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION = "RLINF_VL_TEST_SESSION"
-os.environ[SESSION] = str(os.getpid())  # marks what this session starts, through any number of generations
+os.environ[SESSION] = str(
+    os.getpid()
+)  # marks what this session starts, through any number of generations
 
-hypothesis.settings.register_profile("rlinf_vl", deadline=None)  # a loaded machine is slow, not wrong
+hypothesis.settings.register_profile(
+    "rlinf_vl", deadline=None
+)  # a loaded machine is slow, not wrong
 hypothesis.settings.load_profile("rlinf_vl")
 
 
@@ -48,7 +52,8 @@ def _left_running() -> list[psutil.Process]:
                 process.pid != os.getpid()
                 and process.environ().get(SESSION) == str(os.getpid())
                 and process.status() != psutil.STATUS_ZOMBIE
-                and "multiprocessing.resource_tracker" not in " ".join(process.cmdline())  # ends with this process
+                and "multiprocessing.resource_tracker"
+                not in " ".join(process.cmdline())  # ends with this process
             ):
                 found.append(process)
         except psutil.Error:

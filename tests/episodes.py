@@ -17,7 +17,9 @@ EMPTY = Problem("p:0", (), "")
 
 
 def picture(height=48, width=48, seed=0):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 def encoded(image):
@@ -27,7 +29,10 @@ def encoded(image):
 
 
 def said(*parts, role="user"):
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
+        for p in parts
+    ]
     return {"role": role, "content": content}
 
 
@@ -45,7 +50,10 @@ class Maker:
 
 
 def play(
-    player: Player, groups: Sequence[Sequence[int]], sampling: SamplingParams, problem: Problem = EMPTY
+    player: Player,
+    groups: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    problem: Problem = EMPTY,
 ) -> list[Group]:
     """The groups of these seeds, all at once."""
 
@@ -78,13 +86,21 @@ class Talk:
         if self.left == 0:
             return StepResult((), self.random.random(), True)
         reward, error = self.random.random(), self.random.random() < 0.3
-        return StepResult([said("error: no such tool", role="tool")] if error else self.say(), reward, False)
+        return StepResult(
+            [said("error: no such tool", role="tool")] if error else self.say(), reward, False
+        )
 
     def say(self):
         """Texts and pictures in any order."""
         draw, sizes = self.random, (32, 48, 64, 96)
-        shown = [picture(draw.choice(sizes), draw.choice(sizes), draw.randint(0, 3)) for _ in range(self.images + 1)]
-        parts = [*draw.choices(("What", "x = 3"), k=draw.randint(1, 2)), *shown[: draw.randint(0, self.images)]]
+        shown = [
+            picture(draw.choice(sizes), draw.choice(sizes), draw.randint(0, 3))
+            for _ in range(self.images + 1)
+        ]
+        parts = [
+            *draw.choices(("What", "x = 3"), k=draw.randint(1, 2)),
+            *shown[: draw.randint(0, self.images)],
+        ]
         draw.shuffle(parts)
         return [said(*parts)]
 

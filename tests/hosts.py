@@ -37,10 +37,17 @@ class Host:
     folder: Path
     cpus: int
 
-    def popen(self, *command: str, output: int = subprocess.PIPE, **settings: str) -> subprocess.Popen:
+    def popen(
+        self, *command: str, output: int = subprocess.PIPE, **settings: str
+    ) -> subprocess.Popen:
         environment = {name: value for name, value in os.environ.items() if name not in OURS}
         environment |= {"RLINF_VL_PYTHON": sys.executable, "RAY_WAIT_TIMEOUT": "60"}
-        environment |= {"RAY_TMPDIR": str(self.folder), "RANK": str(self.rank), "WORLD_SIZE": str(self.of), **settings}
+        environment |= {
+            "RAY_TMPDIR": str(self.folder),
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.of),
+            **settings,
+        }
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, "sh", "-c", WITH_SHM, str(self.shm), *command],
             env=environment,
@@ -63,18 +70,29 @@ class Host:
         return self.run(*self.starting(), **settings)
 
     def starting(self) -> list[str]:
-        return script("start_ray.sh", f"--num-cpus={self.cpus}", "--num-gpus=1", "--object-store-memory=200000000")
+        return script(
+            "start_ray.sh",
+            f"--num-cpus={self.cpus}",
+            "--num-gpus=1",
+            "--object-store-memory=200000000",
+        )
 
     def processes(self) -> list[psutil.Process]:
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
-        return [psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))]
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
+        )
+        return [
+            psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))
+        ]
 
     def actors(self) -> set[tuple[str, int]]:
         """Class and process id of the Ray actors that run here."""
         found = set()
         for process in self.processes():
             try:
-                found.add((process.cmdline()[0].partition("ray::")[2].partition(".")[0], process.pid))
+                found.add(
+                    (process.cmdline()[0].partition("ray::")[2].partition(".")[0], process.pid)
+                )
             except (psutil.Error, IndexError):
                 continue
         return {(name, pid) for name, pid in found if name in ("ActorRank", "RolloutRank")}
@@ -115,7 +133,15 @@ def hosts_with(cpus: list[int]) -> Iterator[list[Host]]:
     switch, subnet = f"rv{here}", f"10.{200 + next(_CALLS) % 50}.{here % 250}"
     folder = Path(tempfile.mkdtemp(prefix="rc"))  # short: the paths of sockets are bounded
     hosts = [
-        Host(i, len(cpus), f"rlinf{here}{c}", f"rv{here}{c}", f"{subnet}.{i + 1}", folder / c, cpus[i])
+        Host(
+            i,
+            len(cpus),
+            f"rlinf{here}{c}",
+            f"rv{here}{c}",
+            f"{subnet}.{i + 1}",
+            folder / c,
+            cpus[i],
+        )
         for i, c in enumerate("abcdef"[: len(cpus)])
     ]
     try:
@@ -124,7 +150,12 @@ def hosts_with(cpus: list[int]) -> Iterator[list[Host]]:
             _ip("link", "set", switch, "up")
             for host in hosts:
                 host.shm.mkdir(parents=True)
-                subprocess.run(["mount", "-t", "tmpfs", "tmpfs", host.shm], check=True, capture_output=True, text=True)
+                subprocess.run(
+                    ["mount", "-t", "tmpfs", "tmpfs", host.shm],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                )
                 _ip("netns", "add", host.namespace)
                 _ip("link", "add", f"{host.interface}s", "type", "veth",
                     "peer", "name", host.interface, "netns", host.namespace)  # fmt: skip

@@ -31,7 +31,12 @@ class Hub(ThreadingHTTPServer):
     @property
     def environment(self) -> dict[str, str]:
         """What the clients of this hub have in their environment."""
-        return {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
 
 
 @contextmanager
@@ -47,7 +52,9 @@ def running_hub() -> Iterator[Hub]:
 
 def commit_of(files: dict[str, bytes]) -> str:
     return hashlib.sha1(
-        repr(sorted((name, hashlib.sha256(data).hexdigest()) for name, data in files.items())).encode()
+        repr(
+            sorted((name, hashlib.sha256(data).hexdigest()) for name, data in files.items())
+        ).encode()
     ).hexdigest()
 
 
@@ -65,26 +72,40 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             if asked.get("organization") == "others":
                 return self._answer(
-                    403, {"error": 'You don\'t have the rights to create a model under the namespace "others"'}
+                    403,
+                    {
+                        "error": 'You don\'t have the rights to create a model under the namespace "others"'
+                    },
                 )
             self.server.created.append(asked)
             there = name in self.server.repositories
             self.server.repositories.setdefault(name, {})
-            return self._answer(409 if there else 200, {"url": f"{self.server.url}/{name}", "name": name, "id": name})
+            return self._answer(
+                409 if there else 200,
+                {"url": f"{self.server.url}/{name}", "name": name, "id": name},
+            )
         if path.endswith("/info/lfs/objects/batch"):
             objects = [self._batch(one) for one in json.loads(body)["objects"]]
-            return self._answer(200, {"transfer": "basic", "objects": objects}, "application/vnd.git-lfs+json")
+            return self._answer(
+                200, {"transfer": "basic", "objects": objects}, "application/vnd.git-lfs+json"
+            )
         if path == "/api/validate-yaml":
             card = yaml.safe_load(json.loads(body)["content"].split("---")[1])
-            return self._answer(200 if isinstance(card, dict) else 400, {"errors": [], "warnings": []})
+            return self._answer(
+                200 if isinstance(card, dict) else 400, {"errors": [], "warnings": []}
+            )
         _, _, _, owner, model, verb, *_ = path.split("/")
         name = f"{owner}/{model}"
         files = self.server.repositories[name]
         if verb == "preupload":
             asked = json.loads(body)["files"]
-            modes = ["lfs" if one["path"].endswith((".safetensors", ".png")) else "regular" for one in asked]
+            modes = [
+                "lfs" if one["path"].endswith((".safetensors", ".png")) else "regular"
+                for one in asked
+            ]
             told = [
-                {"path": a["path"], "uploadMode": m, "shouldIgnore": False} for a, m in zip(asked, modes, strict=True)
+                {"path": a["path"], "uploadMode": m, "shouldIgnore": False}
+                for a, m in zip(asked, modes, strict=True)
             ]
             return self._answer(200, {"files": told})
         if verb == "commit":
@@ -94,7 +115,10 @@ class _Handler(BaseHTTPRequestHandler):
                     files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     files[value["path"]] = self.server.objects[value["oid"]]
-            return self._answer(200, {"commitUrl": f"{self.server.url}/{name}/commit/1", "commitOid": commit_of(files)})
+            return self._answer(
+                200,
+                {"commitUrl": f"{self.server.url}/{name}/commit/1", "commitOid": commit_of(files)},
+            )
         return self._answer(404, {"error": "no such endpoint"})
 
     def do_PUT(self):
@@ -112,11 +136,18 @@ class _Handler(BaseHTTPRequestHandler):
             files = self.server.repositories[name]
             if parts[4:5] == ["tree"]:
                 listed = [
-                    {"type": "file", "path": path, "size": len(data), "oid": "0" * 40} for path, data in files.items()
+                    {"type": "file", "path": path, "size": len(data), "oid": "0" * 40}
+                    for path, data in files.items()
                 ]
                 return self._answer(200, listed)
             siblings = [{"rfilename": path} for path in files]
-            about = {"id": name, "modelId": name, "sha": commit_of(files), "siblings": siblings, "private": False}
+            about = {
+                "id": name,
+                "modelId": name,
+                "sha": commit_of(files),
+                "siblings": siblings,
+                "private": False,
+            }
             return self._answer(200, about | {"tags": [], "downloads": 0, "likes": 0})
         name, path = "/".join(parts[:2]), "/".join(parts[4:])
         files = self.server.repositories.get(name, {})

@@ -34,4 +34,6 @@ def differences(
 
 def ratio(off: dict[int, np.ndarray]) -> float:
     """The mean over tokens of prompts with several images, by that of prompts with one."""
-    return float(np.concatenate([off[images] for images in off if images > 1]).mean() / off[1].mean())
+    return float(
+        np.concatenate([off[images] for images in off if images > 1]).mean() / off[1].mean()
+    )

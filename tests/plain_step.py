@@ -42,7 +42,12 @@ class Layout:
     shard: int | None = None  # ranks that have the weights between them; None: all
     tis_clip: float | None = 2.0
     tis_level: str = "token"
-    rejection: tuple[str | None, float | None, float | None, float | None] = (None, None, None, None)
+    rejection: tuple[str | None, float | None, float | None, float | None] = (
+        None,
+        None,
+        None,
+        None,
+    )
     old_policy: str | None = None
     dtype: str = "fp32"
     family: str = "qwen3_vl"
@@ -78,11 +83,16 @@ def groups_of(kind: str):
     rng = np.random.default_rng(3)
     lengths = [[5, 12, 1], [4, 6, 9], [7, 3, 3], [2, 20, 8]]
     shapes = next((shapes for word, shapes in SHAPES.items() if word in kind), MIXED)
-    groups = [group(rng, s, n, name=f"g{i}") for i, (s, n) in enumerate(zip(shapes, lengths, strict=True))]
+    groups = [
+        group(rng, s, n, name=f"g{i}") for i, (s, n) in enumerate(zip(shapes, lengths, strict=True))
+    ]
     groups = _changed(groups, lambda g, i, t: _of_versions(t))
     if "errors" in kind:
         failed = {(0, 1), (2, 0), (2, 2), (3, 2)}
-        groups = _changed(groups, lambda g, i, t: replace(t, error="a fault", reward=7.0) if (g, i) in failed else t)
+        groups = _changed(
+            groups,
+            lambda g, i, t: replace(t, error="a fault", reward=7.0) if (g, i) in failed else t,
+        )
     if "corrupted" in kind:
         groups = _changed(groups, lambda g, i, t: replace(t, corrupted=i == 2))
     if "gaps" in kind:
@@ -98,7 +108,10 @@ def groups_of(kind: str):
 
 def _of_versions(t):
     """Sampled by weights that were exchanged on the way."""
-    sequences = [replace(s, versions=np.where(s.loss_mask, np.arange(len(s.ids)) % VERSION, -1)) for s in t.sequences]
+    sequences = [
+        replace(s, versions=np.where(s.loss_mask, np.arange(len(s.ids)) % VERSION, -1))
+        for s in t.sequences
+    ]
     return replace(t, sequences=tuple(sequences))
 
 
@@ -116,8 +129,14 @@ def routed(groups, family: str):
         return taken
 
     def changed(t, prompt: np.ndarray):
-        whole = [np.concatenate([prompt, routes(len(s.ids) - len(prompt) - 1), 0 * prompt[:1]]) for s in t.sequences]
-        return replace(t, sequences=tuple(replace(s, routes=r) for s, r in zip(t.sequences, whole, strict=True)))
+        whole = [
+            np.concatenate([prompt, routes(len(s.ids) - len(prompt) - 1), 0 * prompt[:1]])
+            for s in t.sequences
+        ]
+        return replace(
+            t,
+            sequences=tuple(replace(s, routes=r) for s, r in zip(t.sequences, whole, strict=True)),
+        )
 
     prompts = [routes(g.prefix_length) for g in groups]
     return _changed(groups, lambda g, i, t: changed(t, prompts[g]))
@@ -134,11 +153,15 @@ class Mixtures:
         gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
         for number, gate in enumerate(gates):
             self.layers.append([])
-            gate.register_forward_hook(lambda _, __, out, number=number: self._chosen(number, top_k, *out))
+            gate.register_forward_hook(
+                lambda _, __, out, number=number: self._chosen(number, top_k, *out)
+            )
 
     def _chosen(self, number, top_k, logits, weights, taken):
         if self.routes is not None:
-            given = torch.from_numpy(self.routes.astype(np.int64)).unflatten(1, (-1, top_k))[:, number]
+            given = torch.from_numpy(self.routes.astype(np.int64)).unflatten(1, (-1, top_k))[
+                :, number
+            ]
             taken = torch.where(torch.from_numpy(self.routes.any(1))[:, None], given, taken)
             chosen = logits.softmax(-1).gather(1, taken)
             weights = chosen / chosen.sum(-1, keepdim=True)
@@ -155,12 +178,16 @@ class Mixtures:
 
     def balance_loss(self):
         """Equations 4 to 6 of Fedus et al. 2021, of all that was seen."""
-        logits, taken = (torch.cat([pair[i] for layer in self.layers for pair in layer]) for i in (0, 1))
+        logits, taken = (
+            torch.cat([pair[i] for layer in self.layers for pair in layer]) for i in (0, 1)
+        )
         busy = torch.bincount(taken.flatten(), minlength=logits.shape[1]) / len(logits)
         loss = logits.shape[1] * (busy * logits.softmax(-1).mean(0)).sum()
         if self.routes is None:
             layers = tuple(torch.cat([logits for logits, _ in layer]) for layer in self.layers)
-            torch.testing.assert_close(loss, load_balancing_loss_func(layers, logits.shape[1], taken.shape[1]))
+            torch.testing.assert_close(
+                loss, load_balancing_loss_func(layers, logits.shape[1], taken.shape[1])
+            )
         return loss
 
 
@@ -195,13 +222,17 @@ def _rewritten(t):
         arrays["logprobs"] = np.where(own, arrays["logprobs"], 0.0).astype(np.float32)
         arrays["versions"] = np.where(own, arrays["versions"], -1).astype(np.int32)
         sequences.append(replace(whole, **arrays))
-        turns.append(replace(turn, sequence=k, start=turn.start - len(gone), end=turn.end - len(gone)))
+        turns.append(
+            replace(turn, sequence=k, start=turn.start - len(gone), end=turn.end - len(gone))
+        )
     return replace(t, sequences=tuple(sequences), turns=tuple(turns))
 
 
 def _changed(groups, change):
     return [
-        replace(group, trajectories=tuple(change(g, i, t) for i, t in enumerate(group.trajectories)))
+        replace(
+            group, trajectories=tuple(change(g, i, t) for i, t in enumerate(group.trajectories))
+        )
         for g, group in enumerate(groups)
     ]
 
@@ -219,7 +250,11 @@ def _observed(t, sampled):
 
 def adapters_of(layout: Layout) -> LoraConfig:
     return LoraConfig(
-        rank=4, alpha=6.0, target_modules=[layout.lora], sync="adapters", quantization=layout.quantization
+        rank=4,
+        alpha=6.0,
+        target_modules=[layout.lora],
+        sync="adapters",
+        quantization=layout.quantization,
     )
 
 
@@ -233,7 +268,10 @@ def half(model):
 def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = None):
     """The same step in one process: transformers' own forward a trajectory at a time, formulas written out, SGD by hand. With a
     `nudge`, of weights that are off by their last bit, at random."""
-    model, reference = (tiny_model(seed, family=layout.family, **layout.sizes) for seed in (0, 0 if layout.lora else 9))
+    model, reference = (
+        tiny_model(seed, family=layout.family, **layout.sizes)
+        for seed in (0, 0 if layout.lora else 9)
+    )
     if nudge is not None:
         random = torch.Generator().manual_seed(nudge)
         for p in model.parameters():
@@ -241,19 +279,30 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
     if layout.lora:
         model = with_values(peft_model(layout.family, adapters_of(layout), **layout.sizes))
         if layout.quantization != "none":
-            reference = peft_model(layout.family, adapters_of(layout), **layout.sizes)  # whose adapters add nothing
+            reference = peft_model(
+                layout.family, adapters_of(layout), **layout.sizes
+            )  # whose adapters add nothing
     elif not layout.train_tower and hasattr(model.model, "visual"):
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
     groups = routed(groups, layout.family) if layout.replay else groups
-    teacher = tiny_model(TEACHER_SEED, family=layout.family, **layout.sizes) if layout.teacher else None
+    teacher = (
+        tiny_model(TEACHER_SEED, family=layout.family, **layout.sizes) if layout.teacher else None
+    )
     hide = Corruption("mask", 0.5)
-    hidden = {g.id: g.with_images({image.hash: hide(image, MASK_SEED) for image, _ in g.images}) for g in groups}
+    hidden = {
+        g.id: g.with_images({image.hash: hide(image, MASK_SEED) for image, _ in g.images})
+        for g in groups
+    }
     mixtures = Mixtures(model, getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
     tower = {id(p) for name, p in model.named_parameters() if ".visual." in name}
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]  # of peft's model, the adapters
+    named = [
+        (n, p) for n, p in model.named_parameters() if p.requires_grad
+    ]  # of peft's model, the adapters
     trained = {n: p for n, p in named if layout.train_tower or layout.lora or id(p) not in tower}
-    masters = {n: p.detach().clone() for n, p in trained.items()}  # float32 whatever the model computes in
+    masters = {
+        n: p.detach().clone() for n, p in trained.items()
+    }  # float32 whatever the model computes in
     if layout.dtype == "bf16":
         half(model), half(reference)
 
@@ -264,13 +313,16 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         return found
 
     trained_on = {
-        g.id: [i for i, t in enumerate(g.trajectories) if t.error is None and t.n_response_tokens] for g in groups
+        g.id: [i for i, t in enumerate(g.trajectories) if t.error is None and t.n_response_tokens]
+        for g in groups
     }
     ref = {}
     with torch.no_grad():
         start = {(g.id, i): logprobs_of(model, g, i) for g in groups for i in trained_on[g.id]}
         if layout.kl_beta:
-            ref = {(g.id, i): logprobs_of(reference, g, i) for g in groups for i in trained_on[g.id]}
+            ref = {
+                (g.id, i): logprobs_of(reference, g, i) for g in groups for i in trained_on[g.id]
+            }
     advantages = advantages_of(layout, groups, trained_on, start, ref)
     losses, norms = [], []
     for part in np.array_split(np.arange(len(groups)), layout.minibatches):
@@ -297,8 +349,14 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
             else:
                 for where in parts[g.id, i]:
                     own = token[where]
-                    own = own.sum() / (max(1, kept[where].sum()) if layout.aggregation == "seq-mean-token-mean" else 1)
-                    loss = loss + own / n_sequences / (LONGEST if layout.aggregation.endswith("-norm") else 1)
+                    own = own.sum() / (
+                        max(1, kept[where].sum())
+                        if layout.aggregation == "seq-mean-token-mean"
+                        else 1
+                    )
+                    loss = loss + own / n_sequences / (
+                        LONGEST if layout.aggregation.endswith("-norm") else 1
+                    )
         if layout.balance:
             loss = loss + layout.balance * mixtures.balance_loss()
         for layer in mixtures.layers:
@@ -322,7 +380,11 @@ def sequences_of(layout: Layout, t):
 
 
 def relative(value: float, values: list[float]) -> float:
-    return 0.0 if len(set(values)) == 1 else (value - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+    return (
+        0.0
+        if len(set(values)) == 1
+        else (value - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+    )
 
 
 def advantages_of(layout: Layout, groups, trained_on, start, ref):
@@ -332,15 +394,23 @@ def advantages_of(layout: Layout, groups, trained_on, start, ref):
         kl = {key: layout.kl_beta * (start[key] - ref[key]).double().numpy() for key in start}
     if layout.adv != "reinforce_plus_plus":
         return {
-            (g.id, i): torch.from_numpy(group_advantages(layout, g, i, trained_on[g.id], kl)).float()
+            (g.id, i): torch.from_numpy(
+                group_advantages(layout, g, i, trained_on[g.id], kl)
+            ).float()
             for g in groups
             for i in trained_on[g.id]
         }
     rewards = {(g.id, i): g.trajectories[i].reward for g in groups for i in trained_on[g.id]}
-    returns = {key: [reward - kl[key][t:].sum() for t in range(len(kl[key]))] for key, reward in rewards.items()}
+    returns = {
+        key: [reward - kl[key][t:].sum() for t in range(len(kl[key]))]
+        for key, reward in rewards.items()
+    }
     everything = [value for values in returns.values() for value in values]
     mean, std = np.mean(everything), math.sqrt(np.var(everything, ddof=1) + 1e-8)
-    return {key: torch.tensor([(value - mean) / std for value in values]).float() for key, values in returns.items()}
+    return {
+        key: torch.tensor([(value - mean) / std for value in values]).float()
+        for key, values in returns.items()
+    }
 
 
 def group_advantages(layout: Layout, g, i: int, trained_on: list[int], kl):
@@ -352,12 +422,19 @@ def group_advantages(layout: Layout, g, i: int, trained_on: list[int], kl):
 
     def of_turn(t: int) -> float:
         if layout.credit == "turn":
-            return relative(paid_from(i, t), [paid_from(k, t) for k in trained_on if len(played[k]) > t])
+            return relative(
+                paid_from(i, t), [paid_from(k, t) for k in trained_on if len(played[k]) > t]
+            )
         rewards = {k: g.trajectories[k].reward - kl[g.id, k].sum() for k in trained_on}
         value = relative(rewards[i], list(rewards.values()))
         if layout.state_weight:
             state = played[i][t].info
-            alike = [paid_from(k, n) for k in trained_on for n, turn in enumerate(played[k]) if turn.info == state]
+            alike = [
+                paid_from(k, n)
+                for k in trained_on
+                for n, turn in enumerate(played[k])
+                if turn.info == state
+            ]
             value += layout.state_weight * relative(paid_from(i, t), alike)
         return value
 
@@ -399,8 +476,15 @@ def kept_tokens(layout: Layout, g, i: int, train):
     ratios = np.exp(train.double().numpy() - rollout) if not t.corrupted else np.ones(len(rollout))
     for where in sequences_of(layout, t):
         own = ratios[where]
-        of = {"token": own, "sequence": own.prod(), "geometric": own.prod() ** (1 / len(own)), None: 1.0}[level]
-        stays = np.broadcast_to((low or 0.0) <= of, len(own)) & np.broadcast_to(of <= (high or np.inf), len(own))
+        of = {
+            "token": own,
+            "sequence": own.prod(),
+            "geometric": own.prod() ** (1 / len(own)),
+            None: 1.0,
+        }[level]
+        stays = np.broadcast_to((low or 0.0) <= of, len(own)) & np.broadcast_to(
+            of <= (high or np.inf), len(own)
+        )
         kept.append(stays & bool((own >= (veto or 0.0)).all()))
     return torch.from_numpy(np.concatenate(kept))
 
@@ -420,18 +504,24 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
     parts = sequences_of(layout, g.trajectories[i])
     old = rollout if layout.old_logprobs == "false" or layout.old_policy == "sampler" else train
     if layout.old_policy == "interpolated":
-        versions = np.concatenate([sequence.versions[sequence.loss_mask] for sequence in g.trajectories[i].sequences])
+        versions = np.concatenate(
+            [sequence.versions[sequence.loss_mask] for sequence in g.trajectories[i].sequences]
+        )
         d = torch.from_numpy(VERSION - versions)
         old = (rollout + d * logp.detach()) / (1 + d)
     log_ratio = logp - old
     if layout.loss == "gspo":
-        log_ratio = torch.cat([log_ratio[where].mean().expand(len(log_ratio[where])) for where in parts])
+        log_ratio = torch.cat(
+            [log_ratio[where].mean().expand(len(log_ratio[where])) for where in parts]
+        )
     ratio = log_ratio.exp()
     if layout.loss == "cispo":
         token = -adv * ratio.clamp(0.8, 1.28).detach() * logp
     elif layout.loss == "sapo":
         token = torch.where(
-            adv > 0, -adv * 4 * torch.sigmoid(ratio - 1), -adv * 4 / 1.05 / (1 + (1.05 * (1 - ratio)).exp())
+            adv > 0,
+            -adv * 4 * torch.sigmoid(ratio - 1),
+            -adv * 4 / 1.05 / (1 + (1.05 * (1 - ratio)).exp()),
         )
     else:
         token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
@@ -456,7 +546,10 @@ def log_distribution(model, g, i):
     for sequence in g.trajectories[i].sequences:
         ids, inputs = transformers_inputs(sequence)
         model.model.rope_deltas = None
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / 0.7
+        logits = (
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float()
+            / 0.7
+        )
         before = torch.from_numpy(np.flatnonzero(sequence.loss_mask) - 1)
         found.append(logits[before][:, torch.from_numpy(~banned())])
     return torch.cat(found).log_softmax(-1)

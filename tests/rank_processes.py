@@ -46,7 +46,9 @@ class RankProcesses:
         fails, no process of it is used again."""
         for rank in range(len(self._jobs), size):
             self._jobs.append(self._context.Queue())
-            process = self._context.Process(target=_serve, args=(rank, self._jobs[rank], self._out), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(rank, self._jobs[rank], self._out), daemon=True
+            )
             process.start()
             self._processes.append(process)
         store, address = listen("127.0.0.1")
@@ -69,7 +71,11 @@ class RankProcesses:
     def _next(self) -> Any:
         """What a rank says next. Fails when one has died and says no more."""
         while True:
-            died = [f"rank {i} ({p.exitcode})" for i, p in enumerate(self._processes) if not p.is_alive()]
+            died = [
+                f"rank {i} ({p.exitcode})"
+                for i, p in enumerate(self._processes)
+                if not p.is_alive()
+            ]
             try:
                 return self._out.get(timeout=5)
             except queue.Empty:

@@ -53,7 +53,9 @@ class Toy:
         """A question about `images` pictures (a number: random ones, of different sizes)."""
         if isinstance(images, int):
             rng = np.random.default_rng([images, seed])
-            images = tuple(self.image(rng, (48 + 16 * (i % 2), 48 + 32 * (i % 3))) for i in range(images))
+            images = tuple(
+                self.image(rng, (48 + 16 * (i % 2), 48 + 32 * (i % 3))) for i in range(images)
+            )
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
         ids, grids = self.renderer.prompt([message], images)
@@ -66,7 +68,9 @@ class Toy:
         seeds = tuple(range(len(group.trajectories)))
         shown = group.sequences[0].images
         grids = np.array([grid for _, grid in shown], np.int32).reshape(-1, 3)
-        return Request(group.prefix, tuple(image for image, _ in shown), grids, SamplingParams(), seeds)
+        return Request(
+            group.prefix, tuple(image for image, _ in shown), grids, SamplingParams(), seeds
+        )
 
     @staticmethod
     def samples_of(group):
@@ -75,7 +79,8 @@ class Toy:
         for trajectory in group.trajectories:
             (sequence,) = trajectory.sequences
             ids, logprobs, versions = (
-                array[group.prefix_length :] for array in (sequence.ids, sequence.logprobs, sequence.versions)
+                array[group.prefix_length :]
+                for array in (sequence.ids, sequence.logprobs, sequence.versions)
             )
             samples.append(Sample(ids, logprobs, versions, trajectory.status))
         return samples
@@ -88,13 +93,18 @@ class Toy:
         inputs = {}
         if request.images:
             inputs = {
-                "pixel_values": torch.from_numpy(np.concatenate([self.pixels(i) for i in request.images])),
+                "pixel_values": torch.from_numpy(
+                    np.concatenate([self.pixels(i) for i in request.images])
+                ),
                 "image_grid_thw": torch.from_numpy(request.image_grids.astype(np.int64)),
                 "mm_token_type_ids": (row == self.processor.image_token_id).int(),
             }
         if self.family.vision_tower:
             model.model.rope_deltas = None
-        logits = model(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits[0].float() / temperature
+        logits = (
+            model(input_ids=row, attention_mask=torch.ones_like(row), **inputs).logits[0].float()
+            / temperature
+        )
         logits[:, torch.from_numpy(self.banned)] = -torch.inf
         where = len(request.ids) + torch.arange(len(ids))
         return logits[where - 1].log_softmax(-1)
@@ -136,7 +146,11 @@ def engine_of(toy, **settings):
 
     made = {"context_length": 512, "max_running": 32, "dtype": torch.float32} | settings
     return SglangEngine(
-        Settings(model_path=toy.path, **made), toy.family, banned=toy.banned, pixels=toy.pixels, request_timeout_s=120
+        Settings(model_path=toy.path, **made),
+        toy.family,
+        banned=toy.banned,
+        pixels=toy.pixels,
+        request_timeout_s=120,
     )
 
 

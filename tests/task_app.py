@@ -20,7 +20,9 @@ class TaskApp:
     """uvicorn with the example, on one port however often it is started."""
 
     def __init__(self, token: str | None = None) -> None:
-        self._holder = socket.socket()  # keeps the port, with nobody listening, while there is no process
+        self._holder = (
+            socket.socket()
+        )  # keeps the port, with nobody listening, while there is no process
         self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._holder.bind(("127.0.0.1", 0))
         self.port = self._holder.getsockname()[1]
@@ -29,8 +31,19 @@ class TaskApp:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "uvicorn", "app:app", "--app-dir", str(FOLDER), "--port", str(self.port)]
-        self.process = subprocess.Popen([*command, "--log-level", "warning"], env=os.environ | self.env)
+        command = [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "app:app",
+            "--app-dir",
+            str(FOLDER),
+            "--port",
+            str(self.port),
+        ]
+        self.process = subprocess.Popen(
+            [*command, "--log-level", "warning"], env=os.environ | self.env
+        )
         end = time.monotonic() + 60
         while True:
             try:
@@ -38,7 +51,9 @@ class TaskApp:
                     assert json.load(reply) == {"status": "ok"}
                     return
             except URLError:
-                assert self.process.poll() is None and time.monotonic() < end, "the task app did not start"
+                assert self.process.poll() is None and time.monotonic() < end, (
+                    "the task app did not start"
+                )
                 time.sleep(0.05)
 
     def stop(self) -> None:
@@ -63,7 +78,9 @@ class Relay(ThreadingHTTPServer):
         self.does: dict[str | tuple[str, int], Callable[[_Handler, bytes], None]] = {}
         self.seen: list[tuple[str, dict]] = []
         self.seeds: dict[str, int] = {}
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def handle_error(self, request, client_address) -> None:
         pass  # a client that hangs up is what some tests want
@@ -80,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
         server.seen.append((path, body))
         if "seed" in body:
             server.seeds[body["id"]] = body["seed"]
-        does = server.does.get((path, server.seeds.get(body.get("id", ""), -1))) or server.does.get(path)
+        does = server.does.get((path, server.seeds.get(body.get("id", ""), -1))) or server.does.get(
+            path
+        )
         (does or _Handler.relay)(self, content)
 
     do_GET = do_POST
@@ -91,16 +110,22 @@ class _Handler(BaseHTTPRequestHandler):
     def ask_app(self, content: bytes) -> tuple[int, bytes, str]:
         names = ("Authorization", "Accept", "Content-Type")
         headers = {name: self.headers[name] for name in names if self.headers[name]}
-        request = urllib.request.Request(f"{self.server.app.url}{self.path}", content or None, headers)
+        request = urllib.request.Request(
+            f"{self.server.app.url}{self.path}", content or None, headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as found:
                 return found.status, found.read(), found.headers["content-type"]
         except HTTPError as error:
             return error.code, error.read(), error.headers["content-type"]
 
-    def reply(self, status: int, data: bytes, kind: str = "application/json", **headers: str) -> None:
+    def reply(
+        self, status: int, data: bytes, kind: str = "application/json", **headers: str
+    ) -> None:
         self.send_response(status)
-        for name, value in ({"content-type": kind, "content-length": str(len(data))} | headers).items():
+        for name, value in (
+            {"content-type": kind, "content-length": str(len(data))} | headers
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)

@@ -47,7 +47,9 @@ def thinking(toy, budget, turns, longest, seq_length=300, temperature=1.5):
         max_prompt_length=100, reward_min=0.0, return_logprobs=True, alive_timeout_s=30.0,
         thought_budget=ThoughtBudget(renderer, budget) if budget else None,
     )  # fmt: skip
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=longest, stop_ids=toy.processor.stop_ids)
+    sampling = SamplingParams(
+        temperature=temperature, max_new_tokens=longest, stop_ids=toy.processor.stop_ids
+    )
     return play(player, [range(4 * g, 4 * g + 4) for g in range(3)], sampling), engine.asked, heard
 
 
@@ -58,20 +60,28 @@ def assert_pieces(toy, groups, asked, budget, longest):
     drawn = {}
     for request, future in asked:
         for sample in future.result().samples:
-            drawn.setdefault((request.ids.tobytes(), sample.ids.tobytes()), []).append(sample.logprobs)
+            drawn.setdefault((request.ids.tobytes(), sample.ids.tobytes()), []).append(
+                sample.logprobs
+            )
     used = Counter()
     for t in (t for group in groups for t in group.trajectories):
         assert t.error is None and len(t.turn_thoughts) == len(t.turns)
         for turn, (thought, behind, closed) in zip(t.turns, t.turn_thoughts, strict=True):
             s, at = t.sequences[turn.sequence], turn.start
-            assert turn.end - turn.start == thought + behind + closed <= longest and closed in (0, len(closing))
+            assert turn.end - turn.start == thought + behind + closed <= longest and closed in (
+                0,
+                len(closing),
+            )
             while at < turn.end:
                 if not s.loss_mask[at]:
                     assert s.ids[at : at + len(closing)].tolist() == closing.tolist()
                     assert (
-                        not s.loss_mask[at : at + len(closing)].any() and not s.logprobs[at : at + len(closing)].any()
+                        not s.loss_mask[at : at + len(closing)].any()
+                        and not s.logprobs[at : at + len(closing)].any()
                     )
-                    assert (s.versions[at : at + len(closing)] == -1).all() and at - turn.start == budget
+                    assert (
+                        s.versions[at : at + len(closing)] == -1
+                    ).all() and at - turn.start == budget
                     at += len(closing)
                     continue
                 key = next(
@@ -80,7 +90,11 @@ def assert_pieces(toy, groups, asked, budget, longest):
                     if (s.ids[:at].tobytes(), s.ids[at:end].tobytes()) in drawn
                 )
                 end = at + len(key[1]) // 4
-                assert s.loss_mask[at:end].all() and any(np.array_equal(s.logprobs[at:end], d) for d in drawn[key])
+                assert s.loss_mask[at:end].all() and any(
+                    np.array_equal(s.logprobs[at:end], d) for d in drawn[key]
+                )
                 used[key] += 1
                 at = end
-    assert used == Counter({key: len(samples) for key, samples in drawn.items()}), "all that was drawn, once"
+    assert used == Counter({key: len(samples) for key, samples in drawn.items()}), (
+        "all that was drawn, once"
+    )

@@ -10,7 +10,16 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rlinf_vl.types import Group, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory, Turn
+from rlinf_vl.types import (
+    Group,
+    ImageRef,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenSequence,
+    Trajectory,
+    Turn,
+)
 
 VOCAB = 64
 IMAGE_ID, VIDEO_ID, VISION_START, VISION_END, PAD, EOS = 60, 61, 62, 63, 0, 1
@@ -58,14 +67,19 @@ QWEN3 = {"head_dim": 16, "rope_parameters": {"mrope_interleaved": True}}
 MEMBERS: dict[str, tuple[dict, dict | None]] = {
     "qwen3_vl": (QWEN3, QWEN3_VISION),
     "qwen3_vl_moe": (QWEN3 | EXPERTS | {"mlp_only_layers": [0]}, QWEN3_VISION),
-    "qwen2_5_vl": ({}, {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}),  # windows of 2 × 2 tokens
+    "qwen2_5_vl": (
+        {},
+        {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
+    ),  # windows of 2 × 2 tokens
     "qwen3_5": (QWEN3_5, QWEN3_5_VISION),
     "qwen3_5_moe": (QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 24}, QWEN3_5_VISION),
     "qwen3": ({"head_dim": 16}, None),
 }
 
 
-def tiny_config(family: str = "qwen3_vl", *, tie: bool = True, text: Mapping = {}, vision: Mapping = {}) -> Any:
+def tiny_config(
+    family: str = "qwen3_vl", *, tie: bool = True, text: Mapping = {}, vision: Mapping = {}
+) -> Any:
     """transformers' config of a tiny member. `text` and `vision` replace keys of its parts; what follows from other keys does
     without being said: the tower's output size, the kinds of the layers, the sections of the rotary angles."""
     own_text, own_vision = MEMBERS[family]
@@ -78,13 +92,17 @@ def tiny_config(family: str = "qwen3_vl", *, tie: bool = True, text: Mapping = {
     rope = {"mrope_section": [angles - 2 * (angles // 4), angles // 4, angles // 4]} | rope
     if interval := sizes.get("full_attention_interval"):
         kinds = [
-            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(sizes["num_hidden_layers"])
+            "linear_attention" if (i + 1) % interval else "full_attention"
+            for i in range(sizes["num_hidden_layers"])
         ]
         sizes = {"layer_types": kinds} | sizes
     return AutoConfig.for_model(
         family,
         text_config=sizes | {"rope_parameters": rope},
-        vision_config=VISION | own_vision | {"out_hidden_size": sizes["hidden_size"]} | dict(vision),
+        vision_config=VISION
+        | own_vision
+        | {"out_hidden_size": sizes["hidden_size"]}
+        | dict(vision),
         image_token_id=IMAGE_ID,
         video_token_id=VIDEO_ID,
         vision_start_token_id=VISION_START,
@@ -94,7 +112,11 @@ def tiny_config(family: str = "qwen3_vl", *, tie: bool = True, text: Mapping = {
 
 
 def tiny_model(
-    seed: int = 0, tie: bool = True, vision_heads: int = 2, family: str = "qwen3_vl", **sizes: Mapping
+    seed: int = 0,
+    tie: bool = True,
+    vision_heads: int = 2,
+    family: str = "qwen3_vl",
+    **sizes: Mapping,
 ) -> Any:
     """A tiny member in float32, two layers deep on either side unless `sizes` (`text`, `vision`: see `tiny_config`) say more;
     weights large enough for images to matter. Biases and norms are random, too, and the decays of gated delta nets slow, so that
@@ -130,7 +152,9 @@ def pixels(ref: ImageRef) -> np.ndarray:
     """Patches of an image made by `image`: any fixed function of the picture serves a random model."""
     array = np.asarray(Image.open(io.BytesIO(ref.data)), np.float32) / 128 - 1
     h, w = array.shape[0] // PATCH, array.shape[1] // PATCH
-    x = array.reshape(h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    x = array.reshape(h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, 3).transpose(
+        0, 3, 1, 4, 6, 2, 5
+    )
     x = np.repeat(x[:, :, :, :, :, None], 2, axis=5)
     return np.ascontiguousarray(x.reshape(h * w, PATCH_DIM))
 
@@ -140,24 +164,38 @@ def prompt(rng: np.random.Generator, grids: list[np.ndarray], text: int) -> np.n
     parts = [rng.integers(2, 60, text)]
     for grid in grids:
         n = int(grid.prod()) // MERGE**2
-        parts += [[VISION_START], np.full(n, IMAGE_ID), [VISION_END], rng.integers(2, 60, rng.integers(1, 4))]
+        parts += [
+            [VISION_START],
+            np.full(n, IMAGE_ID),
+            [VISION_END],
+            rng.integers(2, 60, rng.integers(1, 4)),
+        ]
     return np.concatenate(parts).astype(np.int32)
 
 
 def request(
-    rng: np.random.Generator, shapes: list[tuple[int, int]], sampling: SamplingParams | None = None, seeds=()
+    rng: np.random.Generator,
+    shapes: list[tuple[int, int]],
+    sampling: SamplingParams | None = None,
+    seeds=(),
 ) -> Request:
     """A random prompt with images of the given shapes (merged tokens)."""
     return request_about(rng, [image(rng, *shape) for shape in shapes], sampling, seeds)
 
 
-def request_about(rng: np.random.Generator, images, sampling: SamplingParams | None = None, seeds=()) -> Request:
+def request_about(
+    rng: np.random.Generator, images, sampling: SamplingParams | None = None, seeds=()
+) -> Request:
     """A random prompt with these images and their grids."""
     ids = prompt(rng, [grid for _, grid in images], int(rng.integers(3, 7)))
-    return Request(ids, tuple(i for i, _ in images), grids(images), sampling or SamplingParams(), tuple(seeds))
+    return Request(
+        ids, tuple(i for i, _ in images), grids(images), sampling or SamplingParams(), tuple(seeds)
+    )
 
 
-def answered(request: Request, samples: Iterable[Sample], name: str = "g", rewards: Iterable[float] = ()) -> Group:
+def answered(
+    request: Request, samples: Iterable[Sample], name: str = "g", rewards: Iterable[float] = ()
+) -> Group:
     """The group of these samples."""
     trajectories, prompt = [], len(request.ids)
     for sample, reward in zip_longest(samples, rewards, fillvalue=0.0):
@@ -167,12 +205,17 @@ def answered(request: Request, samples: Iterable[Sample], name: str = "g", rewar
     return Group(name, name, prompt, tuple(trajectories))
 
 
-def group(rng: np.random.Generator, shapes: list[tuple[int, int]], responses: list[int], name: str = "g") -> Group:
+def group(
+    rng: np.random.Generator, shapes: list[tuple[int, int]], responses: list[int], name: str = "g"
+) -> Group:
     """One problem with images of the given shapes (merged tokens), and random responses of the given lengths."""
     images = [image(rng, *shape) for shape in shapes]
     samples, rewards = [], []
     for n in responses:
-        ids, logprobs = rng.integers(2, 60, n).astype(np.int32), (-3 + rng.normal(size=n)).astype(np.float32)
+        ids, logprobs = (
+            rng.integers(2, 60, n).astype(np.int32),
+            (-3 + rng.normal(size=n)).astype(np.float32),
+        )
         samples.append(Sample(ids, logprobs, np.zeros(n, np.int32), "stop"))
         rewards.append(float(rng.integers(0, 2)))
     return answered(request_about(rng, images), samples, name, rewards)
@@ -189,7 +232,10 @@ def transformers_logprobs(model, g: Group, index: int, temperature: float = 1.0)
     for sequence in g.trajectories[index].sequences:
         ids, inputs = transformers_inputs(sequence)
         model.model.rope_deltas = None
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float() / temperature
+        logits = (
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float()
+            / temperature
+        )
         logits[:, torch.from_numpy(banned())] = -torch.inf
         where = torch.from_numpy(np.flatnonzero(sequence.loss_mask))
         found.append(logits.log_softmax(-1)[where - 1, ids[0, where]])
@@ -202,7 +248,9 @@ def transformers_inputs(sequence: TokenSequence) -> tuple[torch.Tensor, dict]:
     if not sequence.images:
         return ids, {}
     return ids, {
-        "pixel_values": torch.from_numpy(np.concatenate([pixels(image) for image, _ in sequence.images])),
+        "pixel_values": torch.from_numpy(
+            np.concatenate([pixels(image) for image, _ in sequence.images])
+        ),
         "image_grid_thw": torch.from_numpy(grids(sequence.images)),
         "mm_token_type_ids": (ids == IMAGE_ID).int(),
     }
@@ -232,7 +280,14 @@ def tiny_collator(**settings):
 
 
 def tiny_trainer(
-    mesh, load=tiny_policy, *, actor=None, algorithm=None, max_tokens: int = 400, load_teacher=None, **collator
+    mesh,
+    load=tiny_policy,
+    *,
+    actor=None,
+    algorithm=None,
+    max_tokens: int = 400,
+    load_teacher=None,
+    **collator,
 ):
     """A `Trainer` of the tiny model in float32 (`actor` may say otherwise), for a run of one step."""
     from rlinf_vl.actor.trainer import Trainer
@@ -245,4 +300,6 @@ def tiny_trainer(
     collate = tiny_collator(**collator)
     teacher = load_teacher and (load_teacher, collate)
     algorithm = algorithm or with_presets(AlgorithmConfig())
-    return Trainer(load, collate, mesh, actor, algorithm, max_tokens=max_tokens, total_steps=1, teacher=teacher)
+    return Trainer(
+        load, collate, mesh, actor, algorithm, max_tokens=max_tokens, total_steps=1, teacher=teacher
+    )

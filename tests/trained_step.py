@@ -3,7 +3,17 @@
 import torch
 import torch.distributed as dist
 from adapters import adapter_values
-from plain_step import LONGEST, LR, MASK_SEED, TEACHER_SEED, VERSION, Layout, adapters_of, groups_of, routed
+from plain_step import (
+    LONGEST,
+    LR,
+    MASK_SEED,
+    TEACHER_SEED,
+    VERSION,
+    Layout,
+    adapters_of,
+    groups_of,
+    routed,
+)
 from rank_processes import RankProcesses
 from tiny import IMAGE_ID, tiny_policy, tiny_trainer
 from torch.distributed.tensor import distribute_tensor
@@ -47,7 +57,9 @@ def train(layout: Layout, kind: str):
         if (
             seed and not layout.train_tower and policy.family.vision_tower
         ):  # a frozen tower is the reference's too: they start from one checkpoint
-            trained = tiny_policy(dtype, model_type=layout.family, **layout.sizes).model.model.visual
+            trained = tiny_policy(
+                dtype, model_type=layout.family, **layout.sizes
+            ).model.model.visual
             policy.model.model.visual.load_state_dict(trained.state_dict())
         return policy
 
@@ -91,7 +103,9 @@ def train(layout: Layout, kind: str):
         mixed_precision=MixedPrecisionConfig(layout.dtype),
     )
     model = ActorModelConfig(
-        freeze_vision_tower=not layout.train_tower, freeze_router=False, router_aux_loss_coef=layout.balance
+        freeze_vision_tower=not layout.train_tower,
+        freeze_router=False,
+        router_aux_loss_coef=layout.balance,
     )
     if layout.lora:
         model = ActorModelConfig(is_lora=True, lora=adapters_of(layout))
@@ -99,7 +113,9 @@ def train(layout: Layout, kind: str):
     trainer = tiny_trainer(
         mesh,
         load,
-        actor=ActorConfig(model=model, routing_replay=replay, fsdp_config=fsdp, optim=OptimConfig(clip_grad=1e9)),
+        actor=ActorConfig(
+            model=model, routing_replay=replay, fsdp_config=fsdp, optim=OptimConfig(clip_grad=1e9)
+        ),
         algorithm=algorithm,
         max_tokens=5,  # several calls of a frozen tower
         pad_to=layout.budget if layout.pad else None,
@@ -110,7 +126,9 @@ def train(layout: Layout, kind: str):
     for name, value in adapter_values((n, tuple(p.shape)) for n, p in weights.items()).items():
         sharded = weights[name]
         sharded.data.copy_(distribute_tensor(value, sharded.device_mesh, sharded.placements))
-    trainer.optimizer = torch.optim.SGD([p for p in trainer.policy.parameters() if p.requires_grad], lr=LR)
+    trainer.optimizer = torch.optim.SGD(
+        [p for p in trainer.policy.parameters() if p.requires_grad], lr=LR
+    )
     trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
     if layout.cache is False:
         trainer.batches = trainer.batches.without_cache()
@@ -126,11 +144,18 @@ def train(layout: Layout, kind: str):
         share_prompts=layout.share,
     )
     minibatches = [ranks[mesh.data_rank] for ranks in plan.minibatches]
-    mine = {i.group: groups[i.group] for mini in minibatches for items in mini.micro_batches for i in items}
+    mine = {
+        i.group: groups[i.group]
+        for mini in minibatches
+        for items in mini.micro_batches
+        for i in items
+    }
     if layout.placement == "reward":
         kl = [None] * layout.ranks
         dist.all_gather_object(kl, trainer.reference_kl(mine, minibatches))
-        plan = with_kl(plan, summaries, algorithm, {key: turns for part in kl for key, turns in part.items()})
+        plan = with_kl(
+            plan, summaries, algorithm, {key: turns for part in kl for key, turns in part.items()}
+        )
     sums, _ = trainer.update(
         mine, minibatches, plan.advantages, kl_scale=plan.kl_scale, seed=MASK_SEED, version=VERSION
     )

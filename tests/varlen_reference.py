@@ -20,13 +20,22 @@ def _check(q, k, v, cu_q, cu_k, max_q, max_k) -> None:
     kv_heads = k.shape[1]
     assert q.dtype in DTYPES and k.dtype == v.dtype == q.dtype
     assert all(x.stride(-1) == 1 for x in (q, k, v)), "contiguous last dimension"
-    assert all(s % 8 == 0 for x in (q, k, v) for s in x.stride()[:-1]), "rows are read 16 bytes at a time"
+    assert all(s % 8 == 0 for x in (q, k, v) for s in x.stride()[:-1]), (
+        "rows are read 16 bytes at a time"
+    )
     assert dim % 8 == 0 and dim <= 256 and heads % kv_heads == 0
     assert k.shape == v.shape and k.shape[2] == dim
     for cu, longest, tokens in ((cu_q, max_q, len(q)), (cu_k, max_k, len(k))):
-        assert cu.dtype == torch.int32 and cu.is_contiguous() and cu.shape == cu_q.shape and len(cu) > 1
+        assert (
+            cu.dtype == torch.int32
+            and cu.is_contiguous()
+            and cu.shape == cu_q.shape
+            and len(cu) > 1
+        )
         assert int(cu[0]) == 0 and int(cu[-1]) <= tokens
-        assert cu.diff().min() >= 0 and cu.diff().max() <= longest, "the grid covers the longest sequence only"
+        assert cu.diff().min() >= 0 and cu.diff().max() <= longest, (
+            "the grid covers the longest sequence only"
+        )
 
 
 def _sequences(cu_q, cu_k) -> Iterator[tuple[slice, slice]]:
@@ -40,7 +49,9 @@ def _scores(q_LHD, k_UHD, causal: bool, scale: float) -> torch.Tensor:
     scores = torch.einsum("lhd,uhd->hlu", q_LHD.float(), k_UHD) * scale
     if causal:
         queries, keys = scores.shape[1:]
-        scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries), -torch.inf
+        )
     return scores
 
 
@@ -51,11 +62,20 @@ def forward(
     """(out [T, H, D], log-sum-exp float32 [H, T], rng state uint64 [2], unused, debug mask)."""
     _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     assert dropout_p == 0.0 and not return_debug_mask
-    options = (window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits)
+    options = (
+        window_size_left,
+        window_size_right,
+        seqused_k,
+        alibi_slopes,
+        block_table,
+        num_splits,
+    )
     assert all(x is None for x in options)
     if max_q == 1 and query.shape[1] > key.shape[1]:
         # The kernel then takes the heads of a group for queries: it reshapes [T, H, D] by its number of sequences.
-        query.reshape(len(cum_seq_q) - 1, key.shape[1], query.shape[1] // key.shape[1], query.shape[2])
+        query.reshape(
+            len(cum_seq_q) - 1, key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
+        )
     scale = scale or 1 / math.sqrt(query.shape[2])
     out = torch.full_like(query, torch.nan)
     lse = torch.full((query.shape[1], len(query)), torch.nan)
@@ -64,7 +84,13 @@ def forward(
         lse[:, rows] = scores.logsumexp(-1)
         v = value[keys].float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         out[rows] = torch.einsum("hlu,uhd->lhd", scores.softmax(-1), v).to(out.dtype)
-    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), torch.empty(0)
+    return (
+        out,
+        lse,
+        torch.zeros(2, dtype=torch.uint64),
+        torch.zeros((), dtype=torch.uint64),
+        torch.empty(0),
+    )
 
 
 def backward(

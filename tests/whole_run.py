@@ -27,7 +27,10 @@ def marked(mark: dict[str, str]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if mark.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                mark.items() <= process.environ().items()
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -38,8 +41,19 @@ class Run:
     """A run in a process group of its own, whose processes can be found and struck while it goes on."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.folder, self.mark = folder / "toy-grpo-cpu", {"RLINF_VL_TEST_RUN": f"{folder}-{time.monotonic()}"}
-        command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", f"runner.output_dir={folder}", *overrides]
+        self.folder, self.mark = (
+            folder / "toy-grpo-cpu",
+            {"RLINF_VL_TEST_RUN": f"{folder}-{time.monotonic()}"},
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "rlinf_vl",
+            "train",
+            "toy-grpo-cpu",
+            f"runner.output_dir={folder}",
+            *overrides,
+        ]
         self._output = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             command,
@@ -71,7 +85,10 @@ class Run:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.name().startswith("ray::") and self.mark.items() <= process.environ().items():
+                if (
+                    process.name().startswith("ray::")
+                    and self.mark.items() <= process.environ().items()
+                ):
                     if process.cmdline()[0].startswith(title):
                         found.append(process)
             except (psutil.Error, IndexError):
@@ -111,11 +128,14 @@ def comparable(folder: Path) -> dict[int, dict]:
     """By step, the metrics that must be equal in runs of the same computation."""
     rows = {row.pop("step"): row for row in rows_of(folder / "metrics.jsonl")}
     return {
-        step: {name: value for name, value in row.items() if not name.startswith(VARIES)} for step, row in rows.items()
+        step: {name: value for name, value in row.items() if not name.startswith(VARIES)}
+        for step, row in rows.items()
     }
 
 
-def played_run(folder: Path, toy: str, supervised: int, steps: int, *overrides: str, recipe: str = "") -> Path:
+def played_run(
+    folder: Path, toy: str, supervised: int, steps: int, *overrides: str, recipe: str = ""
+) -> Path:
     """The folder of a whole run of `recipe` (`toy`-cpu unless named) with so many steps, from a checkpoint of `toy` with so many
     steps of its warm start. All trajectories are recorded."""
     recipe = recipe or f"{toy}-cpu"
@@ -132,7 +152,13 @@ def played_run(folder: Path, toy: str, supervised: int, steps: int, *overrides: 
         "runner.max_tokens_per_mbs=2000",
         "runner.trajectories.train_groups=-1",
     ]
-    done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [*command, *overrides],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / recipe
 

@@ -42,12 +42,21 @@ class Evaluation(TrainerCallback):
     def __init__(self, spec: dict, processor, output: Path) -> None:
         self.spec, self.output, self.trainer = spec, output, None
         rows = spec["val"]
-        texts = [processor.apply_chat_template(prompt_of(r), add_generation_prompt=True, tokenize=False) for r in rows]
-        self.inputs = processor(text=texts, images=[picture_of(r) for r in rows], padding=True, return_tensors="pt")
+        texts = [
+            processor.apply_chat_template(prompt_of(r), add_generation_prompt=True, tokenize=False)
+            for r in rows
+        ]
+        self.inputs = processor(
+            text=texts, images=[picture_of(r) for r in rows], padding=True, return_tensors="pt"
+        )
         self.inputs.pop("token_type_ids", None)
-        for ids, mask, row in zip(self.inputs["input_ids"], self.inputs["attention_mask"], rows, strict=True):
+        for ids, mask, row in zip(
+            self.inputs["input_ids"], self.inputs["attention_mask"], rows, strict=True
+        ):
             if ids[mask.bool()].tolist() != row["ids"]:
-                sys.exit(f"the processor makes another prompt of {row['text']!r} than the one described")
+                sys.exit(
+                    f"the processor makes another prompt of {row['text']!r} than the one described"
+                )
         self.processor, self.paused, self.started = processor, 0.0, 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -58,7 +67,11 @@ class Evaluation(TrainerCallback):
             return
         now = time.perf_counter()
         accuracy = self.accuracy(kwargs["model"])
-        line = {"step": state.global_step, "seconds": now - self.started - self.paused, "accuracy": accuracy}
+        line = {
+            "step": state.global_step,
+            "seconds": now - self.started - self.paused,
+            "accuracy": accuracy,
+        }
         with self.output.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(line, flush=True)
@@ -71,11 +84,15 @@ class Evaluation(TrainerCallback):
         model.eval()
         with torch.no_grad():
             for _ in range(self.spec["val_samples"]):
-                out = model.generate(**self.inputs, max_new_tokens=self.spec["max_new_tokens"], do_sample=True)
+                out = model.generate(
+                    **self.inputs, max_new_tokens=self.spec["max_new_tokens"], do_sample=True
+                )
                 said = self.processor.batch_decode(
                     out[:, self.inputs["input_ids"].shape[1] :], skip_special_tokens=True
                 )
-                right += sum(grade_math(text, row["answer"]) for text, row in zip(said, rows, strict=True))
+                right += sum(
+                    grade_math(text, row["answer"]) for text, row in zip(said, rows, strict=True)
+                )
         model.train()
         torch.set_rng_state(state)
         return right / (len(rows) * self.spec["val_samples"])
@@ -94,7 +111,11 @@ def main() -> None:
     processor = AutoProcessor.from_pretrained(spec["model"], padding_side="left")
     evaluation = Evaluation(spec, processor, folder / "peer.jsonl")
     rows = [
-        {"prompt": [{"role": "user", "content": r["text"]}], "answer": r["answer"], "image": picture_of(r)}
+        {
+            "prompt": [{"role": "user", "content": r["text"]}],
+            "answer": r["answer"],
+            "image": picture_of(r),
+        }
         for r in spec["train"]
     ]
     config = GRPOConfig(

@@ -38,11 +38,19 @@ try:
     import trl
     import trl.trainer.utils as trl_utils
     from datasets import Dataset, Image
-    from transformers import AutoProcessor, LogitsProcessor, LogitsProcessorList, PrinterCallback, TrainerCallback
+    from transformers import (
+        AutoProcessor,
+        LogitsProcessor,
+        LogitsProcessorList,
+        PrinterCallback,
+        TrainerCallback,
+    )
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as error:
     command = "pip install --no-deps 'trl==1.16.*' 'accelerate==1.15.*'"
-    sys.exit(f"{error}. Into the interpreter that runs this file (datasets >= 4.7 too, where missing): {command}")
+    sys.exit(
+        f"{error}. Into the interpreter that runs this file (datasets >= 4.7 too, where missing): {command}"
+    )
 
 
 class Clock(TrainerCallback):
@@ -67,7 +75,10 @@ class Clock(TrainerCallback):
         step["train"] = step["step"] - step["generate"] - step["process"] - step["data"]
         self.steps.append(step)
         parts = "  ".join(f"{name} {seconds:.2f} s" for name, seconds in step.items())
-        print(f"step {len(self.steps) - 1}{' (warm-up)' if len(self.steps) == 1 else ''}: {parts}", flush=True)
+        print(
+            f"step {len(self.steps) - 1}{' (warm-up)' if len(self.steps) == 1 else ''}: {parts}",
+            flush=True,
+        )
 
 
 class ExactLengths(LogitsProcessor):
@@ -96,8 +107,12 @@ class TimedTrainer(GRPOTrainer):
             exact = ExactLengths(input_ids.shape[1], self.lengths, self.eos_token_ids)
             with clock.part("generate"):
                 if real:
-                    return generate(input_ids=input_ids, **inputs, logits_processor=LogitsProcessorList([exact]))
-                ids = torch.randint(min(self._tokenizer.all_special_ids), (len(self.lengths), max(self.lengths)))
+                    return generate(
+                        input_ids=input_ids, **inputs, logits_processor=LogitsProcessorList([exact])
+                    )
+                ids = torch.randint(
+                    min(self._tokenizer.all_special_ids), (len(self.lengths), max(self.lengths))
+                )
                 ids[torch.arange(len(ids)), exact.lengths - 1] = self.eos_token_ids[0]
                 return torch.cat([input_ids, ids], 1)
 
@@ -119,7 +134,9 @@ class TimedTrainer(GRPOTrainer):
         if got != self.lengths:
             sys.exit(f"completion lengths differ from those asked for:\n{got}\n{self.lengths}")
         if "ref_per_token_logps" not in batch or "old_per_token_logps" in batch:
-            sys.exit("this step is not the one described: no reference pass, or a pass for old log-probabilities")
+            sys.exit(
+                "this step is not the one described: no reference pass, or a pass for old log-probabilities"
+            )
         masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         self.tokens = {"response": sum(got), "sequence": int(masks.sum()), "padded": masks.numel()}
         return batch
@@ -130,15 +147,29 @@ def main() -> None:
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     spec = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-    groups, samples, micro, steps = (spec[key] for key in ("groups", "samples", "micro_groups", "steps"))
+    groups, samples, micro, steps = (
+        spec[key] for key in ("groups", "samples", "micro_groups", "steps")
+    )
     real = spec.get("generate", True)
-    if spec["dtype"] != "float32" or len(groups) % micro or any(len(g["lengths"]) != samples for g in groups):
-        sys.exit("rows.json: dtype is float32, micro_groups divides the groups, each group has `samples` lengths")
+    if (
+        spec["dtype"] != "float32"
+        or len(groups) % micro
+        or any(len(g["lengths"]) != samples for g in groups)
+    ):
+        sys.exit(
+            "rows.json: dtype is float32, micro_groups divides the groups, each group has `samples` lengths"
+        )
     torch.set_num_threads(spec["threads"])
     if spec.get("compact_head"):
-        trl_utils._use_triton = lambda device: True  # read by the LM head only; the kernels have their own
+        trl_utils._use_triton = lambda device: (
+            True
+        )  # read by the LM head only; the kernels have their own
     rows = [
-        {"prompt": [{"role": "user", "content": g["text"]}], "image": str(folder / g["image"]), "lengths": g["lengths"]}
+        {
+            "prompt": [{"role": "user", "content": g["text"]}],
+            "image": str(folder / g["image"]),
+            "lengths": g["lengths"],
+        }
         for g in groups
     ]
     clock = Clock()
@@ -189,7 +220,10 @@ def main() -> None:
         "trl": trl.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        **{f"{name}_seconds": statistics.median(s[name] for s in clock.steps[1:]) for name in clock.steps[0]},
+        **{
+            f"{name}_seconds": statistics.median(s[name] for s in clock.steps[1:])
+            for name in clock.steps[0]
+        },
         **({} if real else {"generate_seconds": None, "step_seconds": None}),
         "completion_lengths_exact": True,
         **{f"{name}_tokens": count for name, count in trainer.tokens.items()},

@@ -46,7 +46,12 @@ class Task(Protocol):
 
 # --- the task ---------------------------------------------------------------------------------------------------------
 
-COLORS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 119, 180), "orange": (255, 127, 14)}
+COLORS = {
+    "red": (214, 39, 40),
+    "green": (44, 160, 44),
+    "blue": (31, 119, 180),
+    "orange": (255, 127, 14),
+}
 SIDE, CELLS, TRIES = 224, 5, 3
 
 
@@ -71,7 +76,10 @@ class CountShapes:
 
     def step(self, response: str) -> Reply:
         boxes = re.findall(r"\\boxed\{\s*(\d{1,4})\s*\}", response)
-        info = {"state": f"try {self.tries}", "correct": bool(boxes) and int(boxes[-1]) == self.answer}
+        info = {
+            "state": f"try {self.tries}",
+            "correct": bool(boxes) and int(boxes[-1]) == self.answer,
+        }
         self.tries += 1
         info["metrics"] = {"tries": self.tries}
         low, high = self.rewards
@@ -79,7 +87,11 @@ class CountShapes:
             return Reply([], low + (high - low) / self.tries, True, info)
         if self.tries == TRIES:
             return Reply([], low, True, info)
-        said = f"It is not {boxes[-1]}. The others are paler now." if boxes else "Put the number within \\boxed{}."
+        said = (
+            f"It is not {boxes[-1]}. The others are paler now."
+            if boxes
+            else "Put the number within \\boxed{}."
+        )
         return Reply([self.picture(), said], info=info)
 
     def picture(self) -> Image.Image:
@@ -136,7 +148,12 @@ class Episode:
 
 
 def make_app(
-    make_task: Callable[..., Task], *, name: str, token: str | None, most_episodes: int = 10_000, idle_s: float = 3600
+    make_task: Callable[..., Task],
+    *,
+    name: str,
+    token: str | None,
+    most_episodes: int = 10_000,
+    idle_s: float = 3600,
 ) -> FastAPI:
     """An app that keeps its episodes in this process: run one worker. Those that nobody asked for in `idle_s` are dropped, and
     the oldest ones beyond `most_episodes`."""
@@ -167,7 +184,10 @@ def make_app(
                 episodes[body.id] = Episode(task, task.start())
             episodes.move_to_end(body.id)
             episodes[body.id].used = time.monotonic()
-            while len(episodes) > most_episodes or time.monotonic() - next(iter(episodes.values())).used > idle_s:
+            while (
+                len(episodes) > most_episodes
+                or time.monotonic() - next(iter(episodes.values())).used > idle_s
+            ):
                 episodes.popitem(last=False)
             return encoded(episodes[body.id].first, request)
 
@@ -183,10 +203,14 @@ def make_app(
             done = bool(episode.steps) and episode.steps[-1][1].done
             if body.turn == len(episode.steps) and not done:
                 episode.steps.append((body.response, episode.task.step(body.response)))
-            elif not 0 <= body.turn < len(episode.steps) or episode.steps[body.turn][0] != body.response:
+            elif (
+                not 0 <= body.turn < len(episode.steps)
+                or episode.steps[body.turn][0] != body.response
+            ):
                 over = ", and the episode is over" if done else ""
                 raise HTTPException(
-                    409, f"turn {body.turn} with this response does not follow {len(episode.steps)} turns{over}"
+                    409,
+                    f"turn {body.turn} with this response does not follow {len(episode.steps)} turns{over}",
                 )
             return encoded(episode.steps[body.turn][1], request)
 
@@ -215,17 +239,23 @@ def encoded(reply: Reply, request: Request) -> Response:
         url = f"cid:{len(pictures)}" if multipart else data
         content.append({"type": "image_url", "image_url": {"url": url}})
     messages = [{"role": "user", "content": content}] if content else []
-    said = json.dumps({"messages": messages, "reward": reply.reward, "done": reply.done, "info": reply.info})
+    said = json.dumps(
+        {"messages": messages, "reward": reply.reward, "done": reply.done, "info": reply.info}
+    )
     if not multipart:
         return Response(said, media_type="application/json")
     boundary = secrets.token_hex(16)
     named = [("reply", "application/json", said.encode())]
     named += [(str(n), "image/png", picture) for n, picture in enumerate(pictures, 1)]
     body = b"".join(
-        f"--{boundary}\r\nContent-ID: <{name}>\r\nContent-Type: {kind}\r\n\r\n".encode() + data + b"\r\n"
+        f"--{boundary}\r\nContent-ID: <{name}>\r\nContent-Type: {kind}\r\n\r\n".encode()
+        + data
+        + b"\r\n"
         for name, kind, data in named
     )
-    return Response(body + f"--{boundary}--\r\n".encode(), media_type=f"multipart/related; boundary={boundary}")
+    return Response(
+        body + f"--{boundary}--\r\n".encode(), media_type=f"multipart/related; boundary={boundary}"
+    )
 
 
 app = make_app(CountShapes, name="count-shapes", token=os.environ.get("TASK_APP_TOKEN"))

@@ -32,7 +32,9 @@ def prefetched(items: Iterable[T]) -> Iterator[T]:
             yield item
 
 
-def turn_kl(kl: np.ndarray, batch: MicroBatch, turns: int) -> tuple[np.ndarray, list[tuple[float, float, float]]]:
+def turn_kl(
+    kl: np.ndarray, batch: MicroBatch, turns: int
+) -> tuple[np.ndarray, list[tuple[float, float, float]]]:
     """Return the KL from each token to its trajectory's end, and the sums of each turn.
 
     Args:
@@ -47,7 +49,9 @@ def turn_kl(kl: np.ndarray, batch: MicroBatch, turns: int) -> tuple[np.ndarray, 
     # next number would be inserted.
     last_tokens = np.searchsorted(batch.trajectories, batch.trajectories, side="right") - 1
     kl_to_end = cumulative[last_tokens] - cumulative + kl
-    sums = (np.bincount(batch.turns, values, turns).tolist() for values in (kl, kl_to_end, kl_to_end**2))
+    sums = (
+        np.bincount(batch.turns, values, turns).tolist() for values in (kl, kl_to_end, kl_to_end**2)
+    )
     return kl_to_end, list(zip(*sums, strict=True))
 
 
@@ -59,7 +63,9 @@ class BatchMaker:
     the tower runs in each micro-batch.
     """
 
-    def __init__(self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int) -> None:
+    def __init__(
+        self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int
+    ) -> None:
         """Store the parts; on ranks that share trajectories, collate this rank's part only.
 
         `collate.pixels` is called from several threads. At most `max_patches` patches are encoded
@@ -88,7 +94,9 @@ class BatchMaker:
 
         def micro_batches() -> Iterator[MicroBatch]:
             for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
-                members = [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
+                members = [
+                    Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items
+                ]
                 yield self._collate(members, run_vision=vision and self.cache is None)
 
         for batch in prefetched(micro_batches()):
@@ -113,7 +121,9 @@ class BatchMaker:
         def inputs() -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
             with ThreadPoolExecutor(workers) as threads:
                 for chunk in chunks:
-                    patches = np.concatenate(list(threads.map(self.pixels, [image for image, _ in chunk])))
+                    patches = np.concatenate(
+                        list(threads.map(self.pixels, [image for image, _ in chunk]))
+                    )
                     yield [i.hash for i, _ in chunk], patches, np.array([grid for _, grid in chunk])
             for _ in range(int(n_calls) - len(chunks)):
                 yield [], *blank
@@ -122,11 +132,15 @@ class BatchMaker:
             for names, patches, grids in prefetched(inputs()):
                 features = self.policy.encode(patches, grids)
                 if names:
-                    self.cache.put(names, features, (grids.prod(axis=1) // self.collate.merge_size**2).tolist())
+                    self.cache.put(
+                        names, features, (grids.prod(axis=1) // self.collate.merge_size**2).tolist()
+                    )
         reshard_all(self.policy)
 
 
-def _chunks(images: Sequence[tuple[ImageRef, Grid]], max_patches: int) -> list[list[tuple[ImageRef, Grid]]]:
+def _chunks(
+    images: Sequence[tuple[ImageRef, Grid]], max_patches: int
+) -> list[list[tuple[ImageRef, Grid]]]:
     """Return the images in order, in chunks of at most `max_patches` patches, or of one image."""
     chunks: list[list[tuple[ImageRef, Grid]]] = []
     free_patches = 0

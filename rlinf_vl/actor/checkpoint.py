@@ -40,7 +40,9 @@ class CheckpointWriter:
         self._on_gpu = on_gpu
         self._stager = ArenaStager(page_locked=on_gpu)
 
-    def stage(self, policy: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False) -> None:
+    def stage(
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
+    ) -> None:
         """Copy the sharded state, and this rank's random states, to host memory.
 
         The learning rate is not part of it: it follows from the config and the step.
@@ -48,7 +50,9 @@ class CheckpointWriter:
         """
         model_state, optimizer_state = get_state_dict(policy, optimizer)
         if trained_only:
-            model_state = {name: model_state[name] for name, p in policy.named_parameters() if p.requires_grad}
+            model_state = {
+                name: model_state[name] for name, p in policy.named_parameters() if p.requires_grad
+            }
         # torch's generators are the only ones that training may draw from.
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
@@ -135,20 +139,29 @@ def load(folder: str, rank: int, policy: nn.Module, optimizer: torch.optim.Optim
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     stored = FsspecReader(folder).read_metadata().state_dict_metadata
     saved_weights = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
-    trained_shapes = {name: tuple(p.shape) for name, p in policy.named_parameters() if p.requires_grad}
+    trained_shapes = {
+        name: tuple(p.shape) for name, p in policy.named_parameters() if p.requires_grad
+    }
     mismatched = [
-        n for n, shape in trained_shapes.items() if tuple(getattr(stored.get(f"model.{n}"), "size", ())) != shape
+        n
+        for n, shape in trained_shapes.items()
+        if tuple(getattr(stored.get(f"model.{n}"), "size", ())) != shape
     ]
     if mismatched or any(is_adapter(name) and name not in trained_shapes for name in saved_weights):
         raise RunError(
-            f"runner.resume_dir: the checkpoint {folder} was written with other adapters ({(mismatched or ['more'])[0]} …); "
-            "set actor.model.is_lora and actor.model.lora to what its run's config.yaml says, or start afresh"
+            f"runner.resume_dir: the checkpoint {folder} was written with other adapters "
+            f"({(mismatched or ['more'])[0]} …); set actor.model.is_lora and actor.model.lora to "
+            "what its run's config.yaml says, or start afresh"
         )
     model_state = {name: value for name, value in model_state.items() if name in saved_weights}
     moments = optimizer_state["state"]
     assert isinstance(moments, dict)
-    state = {name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in stored}
-    dcp.load({"model": model_state, "optimizer": {"state": state}}, storage_reader=FsspecReader(folder))  # pyright: ignore[reportPrivateImportUsage]
+    state = {
+        name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in stored
+    }
+    dcp.load(
+        {"model": model_state, "optimizer": {"state": state}}, storage_reader=FsspecReader(folder)
+    )  # pyright: ignore[reportPrivateImportUsage]
     set_state_dict(
         policy,
         optimizer,
@@ -181,11 +194,15 @@ def load_weights_only(folder: str, model: nn.Module) -> None:
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     if any(map(is_adapter, weights)):
         saved = FsspecReader(folder).read_metadata().state_dict_metadata
-        weights = {n: value for n, value in weights.items() if is_adapter(n) or f"model.{n}" in saved}
+        weights = {
+            n: value for n, value in weights.items() if is_adapter(n) or f"model.{n}" in saved
+        }
     state = {"model": weights}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
             dcp.load(state, storage_reader=FsspecReader(folder), no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
     except CheckpointException as error:  # as in `write`
-        raise OSError(f"{folder}: {next(str(reason) for reason, _ in error.failures.values())}") from None
+        raise OSError(
+            f"{folder}: {next(str(reason) for reason, _ in error.failures.values())}"
+        ) from None

@@ -38,7 +38,9 @@ class ActorGroup:
     data_size: int
     _shares: list[int]
 
-    def __init__(self, config: Config, model_path: str, device: str, options: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, config: Config, model_path: str, device: str, options: Sequence[dict[str, Any]]
+    ) -> None:
         """Start the processes of the ranks; `options[rank]` are the Ray options that place each."""
         self.ranks = [
             ActorWorker.options(**option).remote(config, model_path, device, rank)
@@ -67,8 +69,12 @@ class ActorGroup:
         processes = self.wait(self._processes, beating=False)
         (address,) = self.wait([self.ranks[0].listen.remote()])
         size = len(self.ranks)
-        shard = size if self._strategy == "fsdp2" else ranks_per_node([node for node, _ in processes])
-        started = self.wait([rank.start.remote(address, size, shard, total_steps) for rank in self.ranks])
+        shard = (
+            size if self._strategy == "fsdp2" else ranks_per_node([node for node, _ in processes])
+        )
+        started = self.wait(
+            [rank.start.remote(address, size, shard, total_steps) for rank in self.ranks]
+        )
         self._shares = [share for share, *_ in started]
         self.data_size = 1 + max(self._shares)
         self.prices = started[0][1]
@@ -76,12 +82,17 @@ class ActorGroup:
 
     def entries(self, restarts: int) -> list[dict[str, object]]:
         """Return an entry for each rank, for `StatusFile`; `restarts` counts those of all."""
-        return [entry(f"actor {rank}", process, restarts) for rank, process in enumerate(self._processes)]
+        return [
+            entry(f"actor {rank}", process, restarts)
+            for rank, process in enumerate(self._processes)
+        ]
 
     def wait(self, pending: Sequence[ray.ObjectRef], beating: bool = True) -> list[Any]:
         """Return the results of these calls, and watch the heartbeats of all ranks if `beating`."""
         ranks = {f"actor rank {rank}": actor for rank, actor in enumerate(self.ranks)}
-        return wait_for_all(pending, ranks, heartbeat_timeout=self.heartbeat_timeout if beating else math.inf)
+        return wait_for_all(
+            pending, ranks, heartbeat_timeout=self.heartbeat_timeout if beating else math.inf
+        )
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method in each rank, and return the results by rank; see `ActorRank.call`."""
@@ -108,7 +119,9 @@ class ActorGroup:
         pending = []
         for rank, share in zip(self.ranks, self._shares, strict=True):
             used_groups = _group_numbers([mini[share] for mini in minibatches])
-            pending.append(rank.fetch_groups.remote({group: groups[group] for group in used_groups}))
+            pending.append(
+                rank.fetch_groups.remote({group: groups[group] for group in used_groups})
+            )
         return sorted(set().union(*self.wait(pending)))
 
     def update(
@@ -140,14 +153,18 @@ class ActorGroup:
             used_groups = set(_group_numbers(rank_minibatches))
             used_advantages = {group: advantages[group] for group in used_groups}
             pending.append(
-                update.remote(step, rank_minibatches, used_advantages, used_groups & set(recorded), kl_scale)
+                update.remote(
+                    step, rank_minibatches, used_advantages, used_groups & set(recorded), kl_scale
+                )
             )
         then()
         metrics = MetricSums.merged(self.wait([state for state, _ in pending])).compute()
         if "actor/tis_square" in metrics:
             square = metrics.pop("actor/tis_square")
             # Kish's effective sample size as a share of the tokens: (Σw)² / (n Σw²)
-            metrics["actor/tis_ess"] = metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
+            metrics["actor/tis_ess"] = (
+                metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
+            )
         return metrics, [logprobs for _, logprobs in pending]
 
     def reference_kl(self, minibatches: Sequence[Sequence[RankMiniBatch]]) -> TurnKl:
@@ -240,8 +257,8 @@ def ranks_per_node(nodes: Sequence[str]) -> int:
     sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
     if len(set(sizes)) > 1 or len(sizes) > len(set(nodes)):
         raise RunError(
-            "actor.fsdp_config.strategy: hsdp needs equally many actor ranks on every node, next to each other; they are in runs"
-            f" of {', '.join(map(str, sizes))} on {len(set(nodes))} nodes. Set fsdp2, or give actor whole nodes in"
-            " cluster.component_placement"
+            "actor.fsdp_config.strategy: hsdp needs equally many actor ranks on every node, next "
+            f"to each other; they are in runs of {', '.join(map(str, sizes))} on {len(set(nodes))} "
+            "nodes. Set fsdp2, or give actor whole nodes in cluster.component_placement"
         )
     return sizes[0]

@@ -7,7 +7,13 @@ import torch
 
 from rlinf_vl.actor.rejection import reject
 from rlinf_vl.actor.terms import Passes, extra_terms, guided_advantages
-from rlinf_vl.algorithms import aggregate, divergence, importance_weights, interpolated_logprobs, policy_loss
+from rlinf_vl.algorithms import (
+    aggregate,
+    divergence,
+    importance_weights,
+    interpolated_logprobs,
+    policy_loss,
+)
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.transfer import on_device
@@ -21,7 +27,9 @@ def needs_start(algorithm: AlgorithmConfig) -> bool:
     These are the weights before the first optimizer step.
     """
     rejection = algorithm.rejection
-    return algorithm.old_policy == "start" or rejection.level is not None or rejection.veto is not None
+    return (
+        algorithm.old_policy == "start" or rejection.level is not None or rejection.veto is not None
+    )
 
 
 def micro_batch_loss(
@@ -50,13 +58,17 @@ def micro_batch_loss(
     Raises:
         RunError: that code fails.
     """
-    assert start_logprobs is not None or not needs_start(algorithm), "no pass was made with the weights of the start"
+    assert start_logprobs is not None or not needs_start(algorithm), (
+        "no pass was made with the weights of the start"
+    )
     n_tokens, device = len(logprobs), logprobs.device
     mask = torch.ones(n_tokens, dtype=torch.bool, device=device)
     sequences = batch.turns if algorithm.turns_are_sequences else batch.trajectories
     n_segments = int(sequences.max()) + 1 if n_tokens else 0
     segments: Any = {"segment_ids": on_device(sequences, device), "n_segments": n_segments}
-    rollout_logprobs = None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
+    rollout_logprobs = (
+        None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
+    )
     current_logprobs = logprobs.detach()
     trainer_logprobs = current_logprobs if start_logprobs is None else start_logprobs
     n_compared: Any = n_tokens
@@ -78,8 +90,12 @@ def micro_batch_loss(
     if algorithm.importance_sampling_fix:
         assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
         level = algorithm.importance_sampling_level
-        weights = importance_weights(ratio_base, rollout_logprobs, mask, clip=clip, level=level, **segments)
-    loss_mask, sums = reject(trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments)
+        weights = importance_weights(
+            ratio_base, rollout_logprobs, mask, clip=clip, level=level, **segments
+        )
+    loss_mask, sums = reject(
+        trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments
+    )
     try:
         per_token, stats = policy_loss(
             logprobs,
@@ -98,7 +114,9 @@ def micro_batch_loss(
     except Exception as error:  # a user's code may raise anything
         if loss_code is None:
             raise
-        raise RunError(f"algorithm.loss_type: {algorithm.loss_type} failed: {type(error).__name__}: {error}") from error
+        raise RunError(
+            f"algorithm.loss_type: {algorithm.loss_type} failed: {type(error).__name__}: {error}"
+        ) from error
     # Terms of weight 0 are reported only.
     for name, weight, values in extra_terms(logprobs, entropy, passes, algorithm):
         per_token = per_token + weight * values if weight else per_token
@@ -115,7 +133,11 @@ def micro_batch_loss(
     if rollout_logprobs is not None and start_logprobs is not None:
         difference = rollout_logprobs - start_logprobs
         sums.add("actor/rollout_train_kl", difference.sum(), n_compared)
-        sums.add("actor/rollout_train_k3", divergence(start_logprobs, rollout_logprobs, mask, "k3").sum(), n_compared)
+        sums.add(
+            "actor/rollout_train_k3",
+            divergence(start_logprobs, rollout_logprobs, mask, "k3").sum(),
+            n_compared,
+        )
         sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n_compared)
         sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
     if weights is not None:

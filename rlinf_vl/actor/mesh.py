@@ -68,7 +68,9 @@ class Mesh:
         """
         size = dist.get_world_size()
         replicas = size // (shard or size)
-        ranks = init_device_mesh(device, (size // context, context), mesh_dim_names=("data", "context"))
+        ranks = init_device_mesh(
+            device, (size // context, context), mesh_dim_names=("data", "context")
+        )
         if replicas > 1:
             names = ("replicate", "shard")
             sharding = init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=names)
@@ -136,7 +138,9 @@ class Mesh:
                 cast_forward_inputs=False,
             ),
             "ignored_params": set(_unsharded(policy)),
-            "offload_policy": fsdp.CPUOffloadPolicy() if settings.cpu_offload else fsdp.OffloadPolicy(),
+            "offload_policy": fsdp.CPUOffloadPolicy()
+            if settings.cpu_offload
+            else fsdp.OffloadPolicy(),
         }
         small = sum(p.numel() for p in policy.parameters()) <= ONE_UNIT
         paths = () if small else policy.family.fsdp_units
@@ -147,7 +151,9 @@ class Mesh:
             unit_options = options
             # FSDP2 fails on gradients to reduce, in another dtype, of a unit that never ran.
             if not is_trained(unit):
-                unit_options = options | {"mp_policy": replace(options["mp_policy"], reduce_dtype=None)}
+                unit_options = options | {
+                    "mp_policy": replace(options["mp_policy"], reduce_dtype=None)
+                }
             fsdp.fully_shard(unit, **unit_options)
         options["reshard_after_forward"] = False  # backward starts with the root's weights
         fsdp.fully_shard(policy, **options)
@@ -217,7 +223,9 @@ def _gathered(values: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str,
     gathered_values = iter(_gathered_rows(row_sharded))
     for name, value in values:
         if isinstance(value, DTensor):  # a product of sharded factors may be laid out otherwise
-            value = next(gathered_values) if value.placements[-1] == Shard(0) else value.full_tensor()
+            value = (
+                next(gathered_values) if value.placements[-1] == Shard(0) else value.full_tensor()
+            )
         yield name, value
 
 
@@ -236,7 +244,9 @@ def _gathered_rows(values: Sequence[DTensor]) -> Iterator[torch.Tensor]:
     # The second is its name before torch 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(all_rows, torch.cat(local_rows), group=mesh.get_group(mesh.ndim - 1))
-    for x, value_rows in zip(values, all_rows.view(n_ranks, -1).split(list(map(len, local_rows)), dim=1), strict=True):
+    for x, value_rows in zip(
+        values, all_rows.view(n_ranks, -1).split(list(map(len, local_rows)), dim=1), strict=True
+    ):
         yield value_rows.reshape(-1, *x.shape[1:])[: x.shape[0]]
 
 

@@ -19,7 +19,11 @@ class Offload:
     """Moves the parts of one rank, between steps only: there may be no gradients."""
 
     def __init__(
-        self, policy: nn.Module, optimizer: torch.optim.Optimizer, frozen: Sequence[nn.Module], device: str
+        self,
+        policy: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        frozen: Sequence[nn.Module],
+        device: str,
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
@@ -54,7 +58,10 @@ class Offload:
         free, total = torch.cuda.mem_get_info()
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        return {"actor/gpu_memory_peak": peak / 2**30, "actor/gpu_memory_used": (total - free) / 2**30}
+        return {
+            "actor/gpu_memory_peak": peak / 2**30,
+            "actor/gpu_memory_used": (total - free) / 2**30,
+        }
 
     def _move(self, part: str, move_tensor: Callable[[torch.Tensor, object], torch.Tensor]) -> None:
         def move_parameter(value: torch.Tensor) -> torch.Tensor:  # buffers are small, and stay
@@ -74,5 +81,7 @@ class Offload:
 
     def _to_host(self, value: torch.Tensor, key: object) -> torch.Tensor:
         if key not in self._host:
-            self._host[key] = torch.empty_like(value, device="cpu", pin_memory=self._device == "cuda")
+            self._host[key] = torch.empty_like(
+                value, device="cpu", pin_memory=self._device == "cuda"
+            )
         return self._host[key].copy_(value, non_blocking=True)

@@ -35,7 +35,11 @@ def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optim
     rates = learning_rates(optim)
     return torch.optim.AdamW(
         [
-            {"params": groups[key], "lr": rates[key[0]], "weight_decay": optim.weight_decay if key[1] else 0.0}
+            {
+                "params": groups[key],
+                "lr": rates[key[0]],
+                "weight_decay": optim.weight_decay if key[1] else 0.0,
+            }
             for key in product(PARTS, (True, False), (True, False))
             if key in groups
         ],
@@ -62,7 +66,9 @@ def make_scheduler(
         if optim.lr_scheduler == "linear":
             return 1 - (1 - optim.min_lr_ratio) * progress
         if optim.lr_scheduler == "cosine":
-            return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+            return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (
+                1 + math.cos(math.pi * progress)
+            )
         return 1.0
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
@@ -76,21 +82,30 @@ def parts_table(policy: PolicyModel, mesh: Mesh, actor: ActorConfig) -> str:
     learning rate.
     """
     rates = learning_rates(actor.optim)
-    lines = [f"{'part':<23}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"]
+    lines = [
+        f"{'part':<23}{'parameters':>14}{'trained':>14}  weights, compute  ranks  learning rate"
+    ]
     for part in PARTS:
-        part_weights = [(n, p) for n, p in policy.model.named_parameters() if part_of(n, policy.family) == part]
+        part_weights = [
+            (n, p) for n, p in policy.model.named_parameters() if part_of(n, policy.family) == part
+        ]
         for kind in ("", " in nf4", " adapters"):
             weights = [p for name, p in part_weights if _kind(name, p) == kind]
             if not weights:
                 continue
             trained = sum(p.numel() for p in weights if p.requires_grad)
-            stored_dtype = "nf4" if kind == " in nf4" else str(weights[0].dtype).removeprefix("torch.")
+            stored_dtype = (
+                "nf4" if kind == " in nf4" else str(weights[0].dtype).removeprefix("torch.")
+            )
             dtypes = f"{stored_dtype}, {actor.fsdp_config.mixed_precision.param_dtype}"
             rate = f"{rates[part]:g}" if trained else "frozen"
             total = sum(shape_of(p).numel() for p in weights)
             # Quantized weights stay whole on every rank (`Mesh.shard`).
             shards = 1 if stored_dtype == "nf4" else mesh.sharding.size()
-            lines.append(f"{part + kind:<23}{total:>14,}{trained:>14,}  {dtypes:<16}  {shards:>5}  {rate:>13}")
+            lines.append(
+                f"{part + kind:<23}{total:>14,}{trained:>14,}  {dtypes:<16}  {shards:>5}  "
+                f"{rate:>13}"
+            )
     return "\n".join(lines)
 
 

@@ -56,7 +56,9 @@ class MicroBatchInputs:
                 corrupted = self.forwards.policy(*_without_routes(self.corrupted))
         return Passes(reference, corrupted=corrupted)
 
-    def after_policy(self, passes: Passes, logprobs: torch.Tensor, candidates: Candidates | None) -> Passes:
+    def after_policy(
+        self, passes: Passes, logprobs: torch.Tensor, candidates: Candidates | None
+    ) -> Passes:
         """Run the teacher's forward, and return `passes` with its logprobs.
 
         With `candidates`, `logprobs` are the policy's, [R, 1 + K]: of the sampled tokens, then of
@@ -65,10 +67,16 @@ class MicroBatchInputs:
         if self.teacher is None or self.forwards.teacher is None:
             return passes
         with torch.no_grad(), span("teacher"):
-            teacher_logprobs, _ = self.forwards.teacher(*_without_routes(self.teacher), candidates=candidates)
+            teacher_logprobs, _ = self.forwards.teacher(
+                *_without_routes(self.teacher), candidates=candidates
+            )
         if candidates is None:
             return replace(passes, teacher=teacher_logprobs)
-        return replace(passes, teacher=teacher_logprobs[:, 0], candidates=(logprobs[:, 1:], teacher_logprobs[:, 1:]))
+        return replace(
+            passes,
+            teacher=teacher_logprobs[:, 0],
+            candidates=(logprobs[:, 1:], teacher_logprobs[:, 1:]),
+        )
 
 
 @torch.no_grad()
@@ -138,7 +146,11 @@ class AuxiliaryForwards:
         return Candidates(k) if self.teacher is not None and k else None
 
     def inputs(
-        self, batches: BatchMaker, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Advantages
+        self,
+        batches: BatchMaker,
+        mini: RankMiniBatch,
+        groups: Mapping[int, Group],
+        advantages: Advantages,
     ) -> Iterator[MicroBatchInputs]:
         """Yield the inputs of all forwards for each micro-batch of `mini`, in order."""
         if self._corrupted_batches is None:
@@ -151,5 +163,7 @@ class AuxiliaryForwards:
             teacher_inputs = self._teacher_batches(mini, groups, advantages)
         policy_inputs = batches(mini, groups, advantages)
         # Not strict: an input that no forward needs is None without end.
-        for policy, corrupted, teacher in zip(policy_inputs, corrupted_inputs, teacher_inputs, strict=False):
+        for policy, corrupted, teacher in zip(
+            policy_inputs, corrupted_inputs, teacher_inputs, strict=False
+        ):
             yield MicroBatchInputs(policy, corrupted, teacher, self)

@@ -38,12 +38,18 @@ def reject(
     vetoed = ~rejection_mask(train, rollout, mask, level=None, veto=veto, **segments)
     accepted = ~vetoed
     if level is not None:
-        assert rejection.low is not None and rejection.high is not None, "filled by config/presets.py"
+        assert rejection.low is not None and rejection.high is not None, (
+            "filled by config/presets.py"
+        )
         bounds = {"low": rejection.low, "high": rejection.high}
-        accepted = accepted & rejection_mask(train, rollout, mask, level=level, **bounds, **segments)
+        accepted = accepted & rejection_mask(
+            train, rollout, mask, level=level, **bounds, **segments
+        )
     if not len(mask):
         return accepted, sums
-    _, rejected_counts, token_counts = segment_sums((~accepted).float(), mask, segment_ids, n_segments)
+    _, rejected_counts, token_counts = segment_sums(
+        (~accepted).float(), mask, segment_ids, n_segments
+    )
     n_sequences = (token_counts > 0).sum()
     sums.add("actor/rejected_tokens", (~accepted).sum(), len(mask))
     sums.add("actor/rejected_sequences", (rejected_counts > 0).sum(), n_sequences)

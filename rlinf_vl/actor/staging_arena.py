@@ -39,7 +39,9 @@ class StagingArena:
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory of this many bytes."""
-        while self._block < len(self.blocks) and self._offset + nbytes > len(self.blocks[self._block]):
+        while self._block < len(self.blocks) and self._offset + nbytes > len(
+            self.blocks[self._block]
+        ):
             self._block, self._offset = self._block + 1, 0
         if self._block == len(self.blocks):
             self.blocks.append(self._new_block(max(nbytes, BLOCK_BYTES)))
@@ -48,7 +50,9 @@ class StagingArena:
         if not nbytes:
             return torch.UntypedStorage(0)
         # A storage of its own: of a view, torch would write the whole block into the checkpoint.
-        return torch.frombuffer(block.numpy().data, dtype=torch.uint8, offset=start, count=nbytes).untyped_storage()
+        return torch.frombuffer(
+            block.numpy().data, dtype=torch.uint8, offset=start, count=nbytes
+        ).untyped_storage()
 
     def _new_block(self, nbytes: int) -> torch.Tensor:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -60,7 +64,8 @@ class StagingArena:
             status = int(runtime.cudaHostRegister(block.data_ptr(), nbytes, PORTABLE))
             if status:
                 log.warning(
-                    "%.1f GiB for checkpoints can't be page-locked (CUDA error %d): copying takes longer; see ulimit -l",
+                    "%.1f GiB for checkpoints can't be page-locked (CUDA error %d): copying "
+                    "takes longer; see ulimit -l",
                     nbytes / 2**30,
                     status,
                 )
@@ -82,7 +87,9 @@ class ArenaStager(StateDictStager):
             torch.cuda.synchronize()  # training may change the weights from here on
         return staged
 
-    def _stage_untyped_storage(self, storage: torch.UntypedStorage, non_blocking: bool = False) -> torch.UntypedStorage:
+    def _stage_untyped_storage(
+        self, storage: torch.UntypedStorage, non_blocking: bool = False
+    ) -> torch.UntypedStorage:
         host_storage = self.arena.take(storage.nbytes())
         host_storage.copy_(storage, non_blocking=non_blocking)
         return host_storage

@@ -51,12 +51,20 @@ def extra_terms(
         yield "actor/ref_kl", algorithm.kl_beta, kl
     if passes.corrupted is not None:
         corrupted_logprobs, corrupted_entropy = passes.corrupted
-        yield "actor/papo_kl", -papo.weight, divergence(corrupted_logprobs, logprobs, mask, "k3").clamp(max=MAX_PAPO_KL)
+        yield (
+            "actor/papo_kl",
+            -papo.weight,
+            divergence(corrupted_logprobs, logprobs, mask, "k3").clamp(max=MAX_PAPO_KL),
+        )
         if corrupted_entropy is not None:
             yield "actor/papo_entropy", papo.entropy_weight, corrupted_entropy
     if passes.candidates is not None:
         policy_candidates, teacher_candidates = passes.candidates
-        yield "actor/teacher_kl", distillation.weight, reverse_kl(policy_candidates, teacher_candidates)
+        yield (
+            "actor/teacher_kl",
+            distillation.weight,
+            reverse_kl(policy_candidates, teacher_candidates),
+        )
     elif passes.teacher is not None:  # its KL is in the advantages already (`guided_advantages`)
         yield "actor/teacher_kl", 0.0, divergence(passes.teacher, logprobs, mask, "k1")
 

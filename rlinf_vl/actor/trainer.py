@@ -93,10 +93,16 @@ class Trainer:
         # Weights that never change are stored in the dtype in which they compute; those that train
         # need the digits of float32 for small updates.
         compute_dtype = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]
-        self.policy = self._sharded(load(compute_dtype if actor.model.is_lora else torch.float32), frozen=False)
+        self.policy = self._sharded(
+            load(compute_dtype if actor.model.is_lora else torch.float32), frozen=False
+        )
         self.reference: PolicyModel | None = None
         if algorithm.kl_beta > 0:  # with LoRA, it is the policy without its adapters
-            self.reference = self.policy if actor.model.is_lora else self._sharded(load(compute_dtype), frozen=True)
+            self.reference = (
+                self.policy
+                if actor.model.is_lora
+                else self._sharded(load(compute_dtype), frozen=True)
+            )
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.writer: checkpoint.CheckpointWriter | None = None  # from the first checkpoint on
         self.scheduler = self._schedule(done=0)
@@ -108,7 +114,9 @@ class Trainer:
             teacher_batches,
             algorithm,
         )
-        frozen = [m for m in (self.reference, self.forwards.teacher) if m not in (None, self.policy)]
+        frozen = [
+            m for m in (self.reference, self.forwards.teacher) if m not in (None, self.policy)
+        ]
         self.memory = Offload(self.policy, self.optimizer, frozen, mesh.device)
         family, named = self.policy.family, self.policy.model.named_parameters()
         trained = {part_of(name, family) for name, p in named if p.requires_grad}
@@ -127,18 +135,30 @@ class Trainer:
             policy.requires_grad_(False)
         else:
             model = self.actor.model
-            train_parts(policy.model, policy.family, model.frozen_parts, model.adapters, router=not model.freeze_router)
+            train_parts(
+                policy.model,
+                policy.family,
+                model.frozen_parts,
+                model.adapters,
+                router=not model.freeze_router,
+            )
             policy.replay = self.actor.routing_replay == "replay"
         if fsdp.gradient_checkpointing and not frozen:
-            checkpoint_blocks(policy.model, policy.family, fsdp.gradient_checkpointing_use_reentrant)
+            checkpoint_blocks(
+                policy.model, policy.family, fsdp.gradient_checkpointing_use_reentrant
+            )
         return self.mesh.shard(policy, fsdp).train(not frozen)
 
-    def _load_teacher(self, teacher: Teacher | None) -> tuple[PolicyModel | None, BatchMaker | None]:
+    def _load_teacher(
+        self, teacher: Teacher | None
+    ) -> tuple[PolicyModel | None, BatchMaker | None]:
         """Return the teacher, sharded as the policy is, and the maker of its micro-batches."""
         if teacher is None:
             return None, None
         load, collate = teacher
-        model = self._sharded(load(DTYPES[self.actor.fsdp_config.mixed_precision.param_dtype]), frozen=True)
+        model = self._sharded(
+            load(DTYPES[self.actor.fsdp_config.mixed_precision.param_dtype]), frozen=True
+        )
         cache = self._vision_cache() if model.family.vision_tower else None
         return model, BatchMaker(model, collate, cache, self.max_patches)
 
@@ -148,7 +168,9 @@ class Trainer:
     def _schedule(self, done: int) -> torch.optim.lr_scheduler.LRScheduler:
         """Make the schedule of the learning rate, `done` steps of the run having been taken."""
         n = self.algorithm.n_minibatches
-        return make_scheduler(self.optimizer, self.actor.optim, total=self.total_steps * n, done=done * n)
+        return make_scheduler(
+            self.optimizer, self.actor.optim, total=self.total_steps * n, done=done * n
+        )
 
     def update(
         self,
@@ -187,22 +209,36 @@ class Trainer:
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
-            for i, inputs in enumerate(self.forwards.inputs(self.batches, mini, groups, advantages)):
+            for i, inputs in enumerate(
+                self.forwards.inputs(self.batches, mini, groups, advantages)
+            ):
                 batch, features = inputs.policy
                 if kl_scale:
                     kl_penalty = (kl_scale * self.kl_passes[m][i][1]).astype(np.float32)
                     batch = replace(batch, advantages=batch.advantages - kl_penalty)
                 passes, candidates = inputs.before_policy(), self.forwards.candidates()
-                reduce_in_backward(self.policy, not gathers_once or i == len(mini.micro_batches) - 1)
+                reduce_in_backward(
+                    self.policy, not gathers_once or i == len(mini.micro_batches) - 1
+                )
                 with span("forward", micro_batch=i):
                     logprobs, entropy = self.policy(batch, features, load, balance, candidates)
                 passes = inputs.after_policy(passes, logprobs, candidates)
                 logprobs = logprobs if candidates is None else logprobs[:, 0]
                 # In the first mini-batch the weights are still those of the start, so the forward's
                 # own logprobs are the old ones.
-                start = old_logprobs[m][i] if old_logprobs[m] else logprobs.detach() if m == 0 else None
+                start = (
+                    old_logprobs[m][i] if old_logprobs[m] else logprobs.detach() if m == 0 else None
+                )
                 loss, metrics = micro_batch_loss(
-                    logprobs, entropy, start, passes, batch, self.algorithm, mini.denominator, self.loss, version
+                    logprobs,
+                    entropy,
+                    start,
+                    passes,
+                    batch,
+                    self.algorithm,
+                    mini.denominator,
+                    self.loss,
+                    version,
                 )
                 with span("backward", micro_batch=i):
                     # FSDP2 averages gradients; the loss is a sum over ranks.
@@ -216,7 +252,9 @@ class Trainer:
                     if item.group in recorded:
                         begin, end = np.searchsorted(batch.trajectories, (place, place + 1))
                         trained_logprobs = logprobs.detach() if start is None else start
-                        recorded_logprobs.setdefault(item.group, {})[item.index] = trained_logprobs[begin:end]
+                        recorded_logprobs.setdefault(item.group, {})[item.index] = trained_logprobs[
+                            begin:end
+                        ]
             with span("optimizer", mini_batch=m):
                 sums.merge(self._optimize())
             if load is not None:
@@ -249,8 +287,16 @@ class Trainer:
             for i, (batch, features) in enumerate(self.batches(mini, groups, no_advantages)):
                 reference = reference_logprobs(self.reference, (batch, features))
                 mask = torch.ones_like(reference, dtype=torch.bool)
-                kl = divergence(reference, logprobs[i], mask, self.algorithm.kl_penalty_type).double().cpu().numpy()
-                turn_counts = [len(groups[item.group].trajectories[item.index].turns) for item in mini.micro_batches[i]]
+                kl = (
+                    divergence(reference, logprobs[i], mask, self.algorithm.kl_penalty_type)
+                    .double()
+                    .cpu()
+                    .numpy()
+                )
+                turn_counts = [
+                    len(groups[item.group].trajectories[item.index].turns)
+                    for item in mini.micro_batches[i]
+                ]
                 kl_to_end, sums_by_turn = turn_kl(kl, batch, sum(turn_counts))
                 self.kl_passes[-1].append((logprobs[i], kl_to_end))
                 ends = np.cumsum(turn_counts)
@@ -259,7 +305,11 @@ class Trainer:
         return kl_by_trajectory
 
     def _logprobs_before(
-        self, groups: Groups, minibatches: Sequence[RankMiniBatch], advantages: Advantages, first: int | None = None
+        self,
+        groups: Groups,
+        minibatches: Sequence[RankMiniBatch],
+        advantages: Advantages,
+        first: int | None = None,
     ) -> list[list[torch.Tensor]]:
         """Return logprobs of the current weights, [R], by mini-batch and micro-batch.
 
@@ -285,9 +335,15 @@ class Trainer:
     def _expert_load(self) -> ExpertLoad | None:
         """Make empty counters of how busy the experts are; None for a model without experts."""
         mixture = self.policy.mixture
-        return None if mixture is None else ExpertLoad(len(mixture.layers), mixture.experts, self.mesh.device)
+        return (
+            None
+            if mixture is None
+            else ExpertLoad(len(mixture.layers), mixture.experts, self.mesh.device)
+        )
 
-    def _balance(self, groups: Groups, mini: RankMiniBatch, advantages: Advantages) -> torch.Tensor | None:
+    def _balance(
+        self, groups: Groups, mini: RankMiniBatch, advantages: Advantages
+    ) -> torch.Tensor | None:
         """Return `Routing`'s `balance` for the load-balancing loss; None without one.
 
         Its gradient for any token depends on how busy each expert is in the whole mini-batch, which
@@ -310,7 +366,9 @@ class Trainer:
         """
         sums, weight = MetricSums(), self.actor.model.router_aux_loss_coef
         _, n_reported, n_differing = load.tokens.clone()
-        sums.add("actor/routing_disagreement", load.differing.clone(), len(load.counts) * n_reported)
+        sums.add(
+            "actor/routing_disagreement", load.differing.clone(), len(load.counts) * n_reported
+        )
         sums.add("actor/routing_disagreement_tokens", n_differing, n_reported)
         load.sum_over_ranks()
         sums.add("actor/expert_load", load.imbalance(), 1)
@@ -381,7 +439,8 @@ class Trainer:
         collate = replace(image_batches.collate, pixels=lambda image: np.zeros_like(pixels(image)))
         blank_batches = BatchMaker(self.policy, collate, None, image_batches.max_patches)
         groups = {
-            g: replace(group, trajectories=tuple(map(group.as_seen, group.trajectories))) for g, group in groups.items()
+            g: replace(group, trajectories=tuple(map(group.as_seen, group.trajectories)))
+            for g, group in groups.items()
         }
         no_advantages = _no_advantages(groups)
         pairs = zip(
@@ -404,7 +463,9 @@ class Trainer:
         reshard_all(self.policy)
         return scores if self.mesh.reports else []
 
-    def weights(self, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, dtype: torch.dtype, device: str = "cpu"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and whole value of every weight that the engines need, on `device`.
 
         Names are the transformers model's own; values are cast once to `dtype`. A tied weight
@@ -415,7 +476,9 @@ class Trainer:
         for name, value in whole_tensors(self._sharded_weights(dtype, device)):
             yield name, value.to(device)
 
-    def _sharded_weights(self, dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def _sharded_weights(
+        self, dtype: torch.dtype, device: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what `weights` does, sharded as the parameters are; on the device `meta` whole."""
         merged = self.actor.model.lora.sync == "merged"
         for name, param, adapter in engine_weights(self.policy.model, merged):
@@ -443,7 +506,9 @@ class Trainer:
         """Copy this rank's part of a checkpoint to host memory."""
         model = self.actor.model
         self.writer = self.writer or checkpoint.CheckpointWriter()
-        self.writer.stage(self.policy, self.optimizer, trained_only=model.is_lora and model.lora.save_lora_only)
+        self.writer.stage(
+            self.policy, self.optimizer, trained_only=model.is_lora and model.lora.save_lora_only
+        )
 
     def write(self, folder: str) -> dict[str, str]:
         """Write the staged checkpoint, in any thread: `CheckpointWriter.write`."""

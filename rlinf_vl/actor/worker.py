@@ -71,7 +71,9 @@ class ActorRank:
         self.store, address = listen(ray.util.get_node_ip_address())
         return address
 
-    def start(self, address: tuple[str, int], size: int, shard: int, total_steps: int) -> tuple[int, Prices, str]:
+    def start(
+        self, address: tuple[str, int], size: int, shard: int, total_steps: int
+    ) -> tuple[int, Prices, str]:
         """Join the ranks, load the model and shard it. Collective.
 
         Args:
@@ -147,7 +149,11 @@ class ActorRank:
         from rlinf_vl.models.loading import DTYPES
 
         rollout = self.config.rollout
-        engine_names = self.trainer.policy.family.engine_names if rollout.rollout_backend == "sglang" else same_name
+        engine_names = (
+            self.trainer.policy.family.engine_names
+            if rollout.rollout_backend == "sglang"
+            else same_name
+        )
 
         def weights(device: str) -> Iterator[tuple[str, torch.Tensor]]:
             for name, value in self.trainer.weights(DTYPES[rollout.model.precision], device):
@@ -186,7 +192,8 @@ def check_fresh(groups: Iterable[Group], oldest: int) -> None:
         for sequence in group.sequences:
             versions = sequence.versions[sequence.loss_mask]
             assert not versions.size or versions.min() >= oldest, (
-                f"{group.id} has tokens of version {versions.min()}; runner.max_staleness allows {oldest} and later"
+                f"{group.id} has tokens of version {versions.min()}; runner.max_staleness allows "
+                f"{oldest} and later"
             )
 
 

@@ -39,12 +39,19 @@ def group_advantages(
     REINFORCE Style Optimization" (2024) for RLOO.
     """
     if rewards.ndim != 1 or not rewards.is_floating_point():
-        raise ValueError(f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape {tuple(rewards.shape)}")
+        raise ValueError(
+            f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape "
+            f"{tuple(rewards.shape)}"
+        )
     groups = listed("group_ids", group_ids, rewards)
     group_numbers: dict[Hashable, int] = {}
-    index = torch.tensor([group_numbers.setdefault(g, len(group_numbers)) for g in groups], dtype=torch.int64)
+    index = torch.tensor(
+        [group_numbers.setdefault(g, len(group_numbers)) for g in groups], dtype=torch.int64
+    )
     if not torch.isfinite(rewards).all():
-        raise ValueError(f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}")
+        raise ValueError(
+            f"rewards must be finite, got {rewards[~torch.isfinite(rewards)].tolist()}"
+        )
 
     # float64: the sums of a group then hardly depend on the order of its members.
     values, index = rewards.detach().double(), index.to(rewards.device)
@@ -64,7 +71,9 @@ def group_advantages(
     return advantages.masked_fill(tied, 0.0).to(rewards.dtype)
 
 
-def token_normalized(values: torch.Tensor, tokens: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
+def token_normalized(
+    values: torch.Tensor, tokens: torch.Tensor, *, normalize: bool = True
+) -> torch.Tensor:
     """Normalize values of samples by mean and deviation over all tokens of the batch (REINFORCE++).
 
         μ = Σ_i n_i·x_i / Σ_i n_i;  σ² = Σ_i n_i·(x_i - μ)² / (Σ_i n_i - 1)
@@ -87,7 +96,9 @@ def token_normalized(values: torch.Tensor, tokens: torch.Tensor, *, normalize: b
     # The deviation of equal values is rounding error: dividing by it would give large advantages.
     if not len(x) or x.max() == x.min():
         return torch.zeros_like(values)
-    mean, deviation = token_moments(n.sum(), (n * x).sum(), lambda mean: (n * (x - mean).square()).sum())
+    mean, deviation = token_moments(
+        n.sum(), (n * x).sum(), lambda mean: (n * (x - mean).square()).sum()
+    )
     return ((x - mean) / (deviation if normalize else 1.0)).to(values.dtype)
 
 
@@ -135,12 +146,17 @@ def advantages(
     if callable(kind):
         group_numbers: dict[Hashable, int] = {}
         index = torch.tensor(
-            [group_numbers.setdefault(g, len(group_numbers)) for g in listed("group_ids", group_ids, rewards)]
+            [
+                group_numbers.setdefault(g, len(group_numbers))
+                for g in listed("group_ids", group_ids, rewards)
+            ]
         )
         # A user's function gets copies, since it may write into its arguments.
         result = torch.as_tensor(kind(rewards.clone(), index, tokens.clone())).to(rewards)
         if result.shape != rewards.shape or not torch.isfinite(result).all():
-            raise ValueError(f"must return {len(rewards)} finite numbers, one for each reward; returned {result}")
+            raise ValueError(
+                f"must return {len(rewards)} finite numbers, one for each reward; returned {result}"
+            )
         return result.detach()
     if kind == "reinforce_plus_plus":
         return token_normalized(rewards, tokens, normalize=normalize)
@@ -150,7 +166,9 @@ def advantages(
     return group_advantages(rewards, group_ids, normalize=normalize, leave_one_out=kind == "rloo")
 
 
-def listed(name: str, ids: torch.Tensor | Iterable[Hashable], rewards: torch.Tensor) -> list[Hashable]:
+def listed(
+    name: str, ids: torch.Tensor | Iterable[Hashable], rewards: torch.Tensor
+) -> list[Hashable]:
     """Return ids, one for each of `rewards`, as a list.
 
     Raises:

@@ -53,7 +53,11 @@ def aggregate(
     """
     check_allowed("mode", mode, AGGREGATION_MODES)
     check_shapes(mask, per_token=per_token)
-    if not isinstance(denominator, torch.Tensor) and denominator is not None and not denominator >= 0:
+    if (
+        not isinstance(denominator, torch.Tensor)
+        and denominator is not None
+        and not denominator >= 0
+    ):
         raise ValueError(f"denominator must be a count >= 0, got {denominator}")
     values = zero_outside(per_token, mask)
     if mode == "token-mean":
@@ -74,7 +78,10 @@ def aggregate(
 
 
 def segment_sums(
-    values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor | None, n_segments: int | None
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    n_segments: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum `values` and the mask over each sequence.
 
@@ -89,7 +96,9 @@ def segment_sums(
         n, width = torch.atleast_2d(mask).shape
         index = torch.arange(n, device=mask.device).unsqueeze(1).expand(n, width).view_as(mask)
     elif segment_ids.shape != mask.shape:
-        raise ValueError(f"segment_ids have shape {tuple(segment_ids.shape)}, mask {tuple(mask.shape)}")
+        raise ValueError(
+            f"segment_ids have shape {tuple(segment_ids.shape)}, mask {tuple(mask.shape)}"
+        )
     elif segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
         raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
     elif n_segments is None:
@@ -98,7 +107,9 @@ def segment_sums(
     else:
         index, n = segment_ids, n_segments
     zeros = torch.zeros(n, dtype=torch.float64, device=mask.device)
-    sums, tokens = (zeros.index_add(0, index.flatten(), x.flatten().double()) for x in (values, mask))
+    sums, tokens = (
+        zeros.index_add(0, index.flatten(), x.flatten().double()) for x in (values, mask)
+    )
     return index, sums, tokens
 
 

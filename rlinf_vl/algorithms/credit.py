@@ -30,7 +30,10 @@ def discounted_returns(rewards: torch.Tensor, trajectory_ids: Ids, discount: flo
         ValueError: shapes or dtypes don't fit, or the discount is out of range.
     """
     if rewards.ndim != 1 or not rewards.is_floating_point():
-        raise ValueError(f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape {tuple(rewards.shape)}")
+        raise ValueError(
+            f"rewards must be a 1-D float tensor, got {rewards.dtype} of shape "
+            f"{tuple(rewards.shape)}"
+        )
     if not 0 <= discount <= 1:
         raise ValueError(f"discount must lie in [0, 1], got {discount}")
     trajectories = listed("trajectory_ids", trajectory_ids, rewards)
@@ -86,7 +89,9 @@ def turn_advantages(
     last_turns: dict[Hashable, int] = {}
     keys = []
     groups = listed("group_ids", group_ids, rewards)
-    for trajectory, group in zip(listed("trajectory_ids", trajectory_ids, rewards), groups, strict=True):
+    for trajectory, group in zip(
+        listed("trajectory_ids", trajectory_ids, rewards), groups, strict=True
+    ):
         last_turns[trajectory] = turn_number = last_turns.get(trajectory, -1) + 1
         keys.append((group, turn_number))
     return compare(returns, keys, **options).to(rewards.dtype)
@@ -138,7 +143,11 @@ def gigpo_advantages(
     returns = discounted_returns(rewards, trajectory_ids, discount)
     trajectories, groups, state_names = (
         listed(name, ids, rewards)
-        for name, ids in (("trajectory_ids", trajectory_ids), ("group_ids", group_ids), ("states", states))
+        for name, ids in (
+            ("trajectory_ids", trajectory_ids),
+            ("group_ids", group_ids),
+            ("states", states),
+        )
     )
     pairs = list(dict.fromkeys(zip(trajectories, groups, strict=True)))
     trajectory_numbers = {trajectory: n for n, (trajectory, _) in enumerate(pairs)}

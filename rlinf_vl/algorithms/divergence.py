@@ -41,7 +41,9 @@ def reverse_kl(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
     return (log_q.exp() * (log_q - log_p)).sum(-1) + rest_q * (rest_q.log() - rest_p.log())
 
 
-def divergence(log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, estimator: str) -> torch.Tensor:
+def divergence(
+    log_p: torch.Tensor, log_q: torch.Tensor, mask: torch.Tensor, estimator: str
+) -> torch.Tensor:
     """Estimate KL(q‖p) = E_q[log q - log p] per token, for tokens **sampled from q**.
 
     - `k1` = log q - log p: unbiased; a single estimate may be negative.

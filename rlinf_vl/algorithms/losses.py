@@ -99,17 +99,23 @@ def policy_loss(
         if not isinstance(loss, torch.Tensor) or loss.shape != mask.shape:
             returned = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
-                f"must return the loss of each token, a tensor of shape {tuple(mask.shape)}; returned {returned}"
+                f"must return the loss of each token, a tensor of shape {tuple(mask.shape)}; "
+                f"returned {returned}"
             )
     elif loss_type == "sapo":
-        tau = torch.where(advantage > 0, advantage.new_full((), tau_pos), advantage.new_full((), tau_neg))
+        tau = torch.where(
+            advantage > 0, advantage.new_full((), tau_pos), advantage.new_full((), tau_neg)
+        )
         loss = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
     else:
         assert clip_low is not None and clip_high is not None
         clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
         if loss_type == "cispo":
             # The ratio is a constant weight: every token keeps a gradient, through `new` alone.
-            loss, clip_masks["clip_fraction"] = -advantage * clipped.detach() * new, clipped != ratio
+            loss, clip_masks["clip_fraction"] = (
+                -advantage * clipped.detach() * new,
+                clipped != ratio,
+            )
         else:
             # PPO is pessimistic: the larger of the two losses counts.
             clip_masks["clip_fraction"] = is_clipped = -advantage * clipped > -advantage * ratio
@@ -125,7 +131,9 @@ def policy_loss(
     with torch.no_grad():
         count = mask.sum().clamp(min=1)
         masked_ratio = zero_outside(ratio, mask)
-        stats = {name: (clip_mask & mask).sum() / count for name, clip_mask in clip_masks.items()} | {
+        stats = {
+            name: (clip_mask & mask).sum() / count for name, clip_mask in clip_masks.items()
+        } | {
             "ratio_mean": masked_ratio.sum() / count,
             # An empty tensor has no maximum; its sum is 0.
             "ratio_max": masked_ratio.max() if mask.numel() else masked_ratio.sum(),
@@ -144,5 +152,6 @@ def _broadcast(name: str, values: torch.Tensor, mask: torch.Tensor) -> torch.Ten
         return values.detach().expand(mask.shape)
     except RuntimeError:
         raise ValueError(
-            f"{name} of shape {tuple(values.shape)} do not broadcast to the mask's {tuple(mask.shape)}"
+            f"{name} of shape {tuple(values.shape)} do not broadcast to the mask's "
+            f"{tuple(mask.shape)}"
         ) from None

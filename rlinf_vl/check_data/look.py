@@ -84,11 +84,16 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
         if processor.family.vision_tower:
             make = partial(processor.family.image_processor, model_path, data.image_min_pixels)
             # the config's own first, then one for each budget, as in `ImageFacts.tokens`
-            processors = [processor.image_processor, *map(partial(_unless_refused, make), PIXEL_BUDGETS)]
+            processors = [
+                processor.image_processor,
+                *map(partial(_unless_refused, make), PIXEL_BUDGETS),
+            ]
 
     @cache
     def tokens_of(height: int, width: int) -> tuple[int, ...]:
-        return tuple(prod(p.grid(height, width)) // p.merge_size**2 if p else -1 for p in processors)
+        return tuple(
+            prod(p.grid(height, width)) // p.merge_size**2 if p else -1 for p in processors
+        )
 
     check = RowCheck(config, prompts, env_maker_of(config))
     datasets = open_datasets(data, ENVIRONMENTS)
@@ -101,18 +106,24 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
             for image in problem.images:
                 height, width = image_size(image)
                 image_tokens = tokens_of(height, width)
-                images.append(ImageFacts(image.hash[:24], height, width, len(image.data), image_tokens))
+                images.append(
+                    ImageFacts(image.hash[:24], height, width, len(image.data), image_tokens)
+                )
             tokens = len(request.ids) if request else 0
             # a row may have several wordings; the longest one must fit
             if row not in facts_by_row or facts_by_row[row].tokens < tokens:
-                facts_by_row[row] = RowFacts(row, _text_hash(problem), problem.answer.strip(), tokens, tuple(images))
+                facts_by_row[row] = RowFacts(
+                    row, _text_hash(problem), problem.answer.strip(), tokens, tuple(images)
+                )
 
         return check.filter(datasets[split], rows, add_facts), list(facts_by_row.values())
 
     return inspect
 
 
-def _unless_refused(make: "Callable[[int], ImageProcessor]", max_pixels: int) -> "ImageProcessor | None":
+def _unless_refused(
+    make: "Callable[[int], ImageProcessor]", max_pixels: int
+) -> "ImageProcessor | None":
     """Return the image processor at this budget; None if it is below the smallest area."""
     try:
         return make(max_pixels)
@@ -123,14 +134,23 @@ def _unless_refused(make: "Callable[[int], ImageProcessor]", max_pixels: int) ->
 def _text_hash(problem: Problem) -> str:
     """Return a hash of a problem's texts, system prompt, spaces and case aside."""
     # the system prompt is the config's and the same for all; images are empty parts
-    parts = [part for message in problem.messages if message["role"] != "system" for part in message["content"]]
+    parts = [
+        part
+        for message in problem.messages
+        if message["role"] != "system"
+        for part in message["content"]
+    ]
     text = "\0".join(" ".join(part.get("text", "").casefold().split()) for part in parts)
     # a text of a data set may have lone surrogates, which UTF-8 refuses
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 
 def inspect_rows(
-    config: Config, model_path: str | None, rows: Mapping[str, int], workers: int, progress: Callable[[int], None]
+    config: Config,
+    model_path: str | None,
+    rows: Mapping[str, int],
+    workers: int,
+    progress: Callable[[int], None],
 ) -> dict[str, tuple[FilterResult, list[RowFacts]]]:
     """Inspect the first rows of each split, in `workers` processes if there are enough rows for
     that.
@@ -147,7 +167,9 @@ def inspect_rows(
         chunks += [(split, range(start, min(start + CHUNK, n))) for start in range(0, n, CHUNK)]
     results: dict[str, list[FilterResult]] = {split: [] for split in rows}
     facts: dict[str, list[RowFacts]] = {split: [] for split in rows}
-    with _chunk_inspector(config, model_path, min(workers, -(-len(chunks) // CHUNKS_PER_PROCESS))) as run:
+    with _chunk_inspector(
+        config, model_path, min(workers, -(-len(chunks) // CHUNKS_PER_PROCESS))
+    ) as run:
         for split, (result, chunk_facts) in run(chunks):
             results[split].append(result)
             facts[split] += chunk_facts
@@ -157,7 +179,9 @@ def inspect_rows(
 
 
 #: Chunks → the split and the facts of each, as it is done.
-_Run = Callable[[Sequence[tuple[str, range]]], Iterator[tuple[str, tuple[FilterResult, list[RowFacts]]]]]
+_Run = Callable[
+    [Sequence[tuple[str, range]]], Iterator[tuple[str, tuple[FilterResult, list[RowFacts]]]]
+]
 
 
 @contextmanager
@@ -171,15 +195,20 @@ def _chunk_inspector(config: Config, model_path: str | None, workers: int) -> It
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (config, model_path))
     try:
 
-        def run(chunks: Sequence[tuple[str, range]]) -> Iterator[tuple[str, tuple[FilterResult, list[RowFacts]]]]:
-            split_of_future = {pool.submit(_inspect_in_process, split, rows): split for split, rows in chunks}
+        def run(
+            chunks: Sequence[tuple[str, range]],
+        ) -> Iterator[tuple[str, tuple[FilterResult, list[RowFacts]]]]:
+            split_of_future = {
+                pool.submit(_inspect_in_process, split, rows): split for split, rows in chunks
+            }
             for future in as_completed(split_of_future):
                 yield split_of_future.pop(future), future.result()
 
         yield run
     except BrokenProcessPool as error:
         raise RunError(
-            "a process that looked at rows died, perhaps for want of memory; name fewer of them with --workers"
+            "a process that looked at rows died, perhaps for want of memory; name fewer of them "
+            "with --workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -197,7 +226,9 @@ def _begin_process(config: Config, model_path: str | None) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("rlinf_vl").setLevel(logging.ERROR)  # the parent has opened the data, too, and warned
+    logging.getLogger("rlinf_vl").setLevel(
+        logging.ERROR
+    )  # the parent has opened the data, too, and warned
     warnings.simplefilter("ignore")
     _process_arguments.append((config, model_path))
 

@@ -67,9 +67,15 @@ def main(arguments: argparse.Namespace) -> int:
     page.parent.mkdir(parents=True, exist_ok=True)
     with write_aside(page.with_suffix(".json"), durable=False) as aside:
         # ids and answers may have lone surrogates, which UTF-8 refuses
-        aside.write_text(json.dumps(figures, ensure_ascii=False, indent=1), encoding="utf-8", errors="replace")
+        aside.write_text(
+            json.dumps(figures, ensure_ascii=False, indent=1), encoding="utf-8", errors="replace"
+        )
     write_page(page, splits, datasets, figures)
-    print(f"{render(figures)}\n\n{page} has pictures, {page.with_suffix('.json').name} beside it every row")
+    print(
+        f"{render(figures)}\n"
+        "\n"
+        f"{page} has pictures, {page.with_suffix('.json').name} beside it every row"
+    )
     return 1 if figures["refused"] else 0
 
 
@@ -79,7 +85,9 @@ def page_of(folder: Path, name: str, figures: Mapping[str, Any]) -> Path:
     for number in itertools.count(1):
         page = folder / (f"{name}.html" if number == 1 else f"{name}-{number}.html")
         try:
-            written_splits = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["splits"]
+            written_splits = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))[
+                "splits"
+            ]
         except (OSError, ValueError, KeyError):
             return page
         if {split: facts.get("paths") for split, facts in written_splits.items()} == checked_paths:
@@ -91,7 +99,9 @@ def _config(arguments: argparse.Namespace) -> tuple[Config, bool]:
     """Return the named config, or one for the named data, and whether tokens are counted by its
     model."""
     name, overrides = arguments.config, arguments.overrides
-    is_data = name.startswith(HUB_PREFIX) or Path(name).is_dir() or Path(name).suffix in FILE_FORMATS
+    is_data = (
+        name.startswith(HUB_PREFIX) or Path(name).is_dir() or Path(name).suffix in FILE_FORMATS
+    )
     if not is_data:
         return load_config(name, overrides, DATA_RULES), True
     has_model = any(text.startswith("rollout.model.model_path=") for text in overrides)

@@ -26,13 +26,22 @@ HERE = Path(__file__).parent
 
 
 def write_page(
-    path: Path, splits: Sequence[Split], datasets: Mapping[str, ProblemDataset], figures: Mapping[str, Any]
+    path: Path,
+    splits: Sequence[Split],
+    datasets: Mapping[str, ProblemDataset],
+    figures: Mapping[str, Any],
 ) -> None:
     """Write one HTML file that loads nothing; texts of the data are escaped."""
-    sections = [section for split in splits for section in _sections(split, datasets[split.name], figures)]
+    sections = [
+        section for split in splits for section in _sections(split, datasets[split.name], figures)
+    ]
     if len(splits) > 1:
         pairs = figures["overlap"]["rows"] + figures["overlap"]["images"]
-        rows = [(name, n) for pair in pairs[:DOUBLES] for name, n in zip(("val", "train"), pair, strict=True)]
+        rows = [
+            (name, n)
+            for pair in pairs[:DOUBLES]
+            for name, n in zip(("val", "train"), pair, strict=True)
+        ]
         overlapping_rows = [show(datasets[name], n, name) for name, n in rows]
         sections.append(("Rows of val, and what train has of them", overlapping_rows))
     style = (HERE / "page.css").read_text(encoding="utf-8")
@@ -40,7 +49,10 @@ def write_page(
     # The data are not trusted: their texts are escaped, and the page may run and load nothing but
     # its own style.
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     page = environment.get_template("page.html.jinja").render(
         figures=figures,
@@ -60,8 +72,15 @@ def _sections(
     facts_by_row = {facts.row: facts for facts in split.facts}
     sections = []
     for kind in split_figures["bad"]["by_kind"]:
-        rows = [bad_row for bad_row in split_figures["bad"]["all"] if bad_row["kind"] == kind][:DAMAGED]
-        sections.append((f"{split.name}: {kind}", [show(dataset, b["row"], split.name, b["reason"]) for b in rows]))
+        rows = [bad_row for bad_row in split_figures["bad"]["all"] if bad_row["kind"] == kind][
+            :DAMAGED
+        ]
+        sections.append(
+            (
+                f"{split.name}: {kind}",
+                [show(dataset, b["row"], split.name, b["reason"]) for b in rows],
+            )
+        )
 
     def row(n: int) -> dict[str, Any]:
         """Return a row with its number of tokens."""
@@ -69,12 +88,21 @@ def _sections(
         return show(dataset, n, split.name, f"{tokens} tokens" if tokens else "")
 
     contradictions = split_figures["contradictions"]
-    doubles = contradictions + [group for group in split_figures["duplicates"]["rows"] if group not in contradictions]
+    doubles = contradictions + [
+        group for group in split_figures["duplicates"]["rows"] if group not in contradictions
+    ]
     # two rows of a group show that they are alike
-    sections.append((f"{split.name}: rows that repeat another", [row(n) for g in doubles[:DOUBLES] for n in g[:2]]))
+    sections.append(
+        (
+            f"{split.name}: rows that repeat another",
+            [row(n) for g in doubles[:DOUBLES] for n in g[:2]],
+        )
+    )
     longest = sorted(split.facts, key=lambda facts: -facts.tokens)[:LONGEST]
     if longest and longest[0].tokens:
-        sections.append((f"{split.name}: the longest prompts", [row(facts.row) for facts in longest]))
+        sections.append(
+            (f"{split.name}: the longest prompts", [row(facts.row) for facts in longest])
+        )
     usable = split.usable
     # a fixed seed: the page of the same data is the same
     random_facts = random.Random(0).sample(usable, min(RANDOM, len(usable)))
@@ -85,7 +113,13 @@ def _sections(
 
 def show(dataset: ProblemDataset, n: int, split: str, note: str = "") -> dict[str, Any]:
     """Return a row for the page, as far as it can be read."""
-    page_row: dict[str, Any] = {"id": dataset.row_id(n), "split": split, "row": n, "note": note, "images": []}
+    page_row: dict[str, Any] = {
+        "id": dataset.row_id(n),
+        "split": split,
+        "row": n,
+        "note": note,
+        "images": [],
+    }
     try:
         problem = dataset[n]
         parts = [part for message in problem.messages for part in message["content"]]
@@ -96,7 +130,10 @@ def show(dataset: ProblemDataset, n: int, split: str, note: str = "") -> dict[st
         raw = dataset.raw(n)
         images = [image for value in raw.values() for image in _stored_images(value)]
         texts = {name: value for name, value in raw.items() if not _stored_images(value)}
-        page_row |= {"text": "\n".join(f"{name}: {_text(value)}" for name, value in texts.items()), "answer": None}
+        page_row |= {
+            "text": "\n".join(f"{name}: {_text(value)}" for name, value in texts.items()),
+            "answer": None,
+        }
     page_row["text"] = shorten(page_row["text"], TEXT)
     page_row["images"] = [_thumbnail(image) for image in images[:IMAGES]]
     page_row["more"] = max(0, len(images) - IMAGES)
@@ -129,4 +166,7 @@ def _thumbnail(image: ImageRef) -> dict[str, Any]:
     picture.thumbnail((SIDE, SIDE))
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=75)
-    return {"address": "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode(), "about": about}
+    return {
+        "address": "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode(),
+        "about": about,
+    }

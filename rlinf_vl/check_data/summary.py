@@ -36,7 +36,9 @@ class Split:
         return [facts for facts in self.facts if facts.row in self.result.kept]
 
 
-def summarize(splits: Sequence[Split], config: Config, model: str | None, seconds: float) -> dict[str, Any]:
+def summarize(
+    splits: Sequence[Split], config: Config, model: str | None, seconds: float
+) -> dict[str, Any]:
     """Return all figures in the form of the JSON file.
 
     Rows are numbers from 0. `problems` are sentences; training would stop for those in `refused`.
@@ -44,7 +46,9 @@ def summarize(splits: Sequence[Split], config: Config, model: str | None, second
     by_name = {split.name: split for split in splits}
     figures = {split.name: _figures(split, config, model is not None) for split in splits}
     overlap = _overlap(by_name["train"], by_name["val"]) if "val" in by_name else {}
-    refused = [problem for split in splits for problem in _refusals(split, figures[split.name], config)]
+    refused = [
+        problem for split in splits for problem in _refusals(split, figures[split.name], config)
+    ]
     return {
         "model": model,
         "seconds": round(seconds, 1),
@@ -77,13 +81,19 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
         "bad": {
             "rows": len(result.bad),
             "by_kind": dict(kinds.most_common()),
-            "all": [{"row": n, "id": b.id, "kind": b.kind, "reason": b.reason} for n, b in result.bad.items()],
+            "all": [
+                {"row": n, "id": b.id, "kind": b.kind, "reason": b.reason}
+                for n, b in result.bad.items()
+            ],
         },
         "text_only": [{"row": n, "id": row_id} for n, row_id in result.text_only.items()],
         "images_dropped": sum(facts.dropped_images for facts in result.facts.values()),
-        "too_long": [{"row": n, "id": split.ids[n], "tokens": t} for n, t in result.too_long.items()],
+        "too_long": [
+            {"row": n, "id": split.ids[n], "tokens": t} for n, t in result.too_long.items()
+        ],
         "cut": [
-            {"row": n, "id": split.ids[n], "tokens": t, "images_lost": lost} for n, (t, lost) in result.cut.items()
+            {"row": n, "id": split.ids[n], "tokens": t, "images_lost": lost}
+            for n, (t, lost) in result.cut.items()
         ],
         "images": {
             "in_all": len(images),
@@ -99,7 +109,9 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
         },
         "duplicates": {
             "rows": _repeated((row.row, (row.text, _image_hashes(row))) for row in facts),
-            "images": _repeated((row.row, hash) for row in facts for hash in dict.fromkeys(_image_hashes(row))),
+            "images": _repeated(
+                (row.row, hash) for row in facts for hash in dict.fromkeys(_image_hashes(row))
+            ),
         },
     }
     answer_of_row = {row.row: row.answer for row in facts}
@@ -114,7 +126,9 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
             "text": _spread([row.tokens - _image_tokens(row, 0) for row in facts]),
             "images": _spread([_image_tokens(row, 0) for row in facts if row.images]),
         }
-        figures["budgets"] = _budgets(facts, config.data.max_prompt_length, config.data.image_max_pixels)
+        figures["budgets"] = _budgets(
+            facts, config.data.max_prompt_length, config.data.image_max_pixels
+        )
     return figures
 
 
@@ -128,7 +142,9 @@ def _image_tokens(row: RowFacts, budget: int) -> int:
     return sum(image.tokens[budget] for image in row.images if image.tokens)
 
 
-def _budgets(facts: Sequence[RowFacts], max_prompt_length: int, max_pixels: int | None) -> dict[str, Any]:
+def _budgets(
+    facts: Sequence[RowFacts], max_prompt_length: int, max_pixels: int | None
+) -> dict[str, Any]:
     """Return the rows that other limits would leave out: limits of tokens, of an image's area, of
     images in a row."""
     lengths = np.array([row.tokens for row in facts] or [0])
@@ -136,10 +152,15 @@ def _budgets(facts: Sequence[RowFacts], max_prompt_length: int, max_pixels: int 
     # shorter limits leave out every row, longer ones none, as the first one above the longest shows
     limits = {n for n in _LENGTHS if shortest <= n < 2 * longest} | {max_prompt_length}
     budgets: dict[str, Any] = {
-        "max_prompt_length": [{"value": n, "dropped": int((lengths > n).sum())} for n in sorted(limits)]
+        "max_prompt_length": [
+            {"value": n, "dropped": int((lengths > n).sum())} for n in sorted(limits)
+        ]
     }
     text = np.array([row.tokens - _image_tokens(row, 0) for row in facts] or [0])
-    areas = [(max_pixels, 0), *((area, k) for k, area in enumerate(PIXEL_BUDGETS, 1) if area != max_pixels)]
+    areas = [
+        (max_pixels, 0),
+        *((area, k) for k, area in enumerate(PIXEL_BUDGETS, 1) if area != max_pixels),
+    ]
     budgets["image_max_pixels"] = []
     for area, k in areas:
         if any(image.tokens and image.tokens[k] >= 0 for row in facts for image in row.images):
@@ -205,13 +226,19 @@ def _spread(values: Sequence[int], bins: int = BINS) -> dict[str, Any] | None:
     array = np.asarray(values)
     names = {"min": 0, "median": 50, "p95": 95, "p99": 99, "max": 100}
     # "higher": a quantile is the value of a row, and no mean of two
-    spread: dict[str, Any] = {name: int(np.percentile(array, q, method="higher")) for name, q in names.items()}
+    spread: dict[str, Any] = {
+        name: int(np.percentile(array, q, method="higher")) for name, q in names.items()
+    }
     spread["mean"] = round(float(array.mean()), 1)
     if bins:
         # one bin per whole number at most, and at least one bin
         low, high = spread["min"], max(spread["max"], spread["min"] + 1)
         is_wide = low > 0 and high > 8 * max(spread["median"], 1)
-        edges = np.geomspace(low, high, bins + 1) if is_wide else np.linspace(low, high, min(bins, high - low) + 1)
+        edges = (
+            np.geomspace(low, high, bins + 1)
+            if is_wide
+            else np.linspace(low, high, min(bins, high - low) + 1)
+        )
         spread["histogram"] = {
             "edges": [round(float(e), 1) for e in edges],
             "counts": np.histogram(array, edges)[0].tolist(),
@@ -259,11 +286,15 @@ def _warnings(
             warnings.append(f"{split}: {bad_rows} rows are bad and will be left out")
         if split_figures["too_long"] and config.data.overlong == "drop":
             warnings.append(
-                f"{split}: {len(split_figures['too_long'])} rows will be left out, their prompts are too long"
+                f"{split}: {len(split_figures['too_long'])} rows will be left out, their prompts "
+                "are too long"
             )
         if split_figures["cut"]:
             lost = sum(1 for cut in split_figures["cut"] if cut["images_lost"])
-            warnings.append(f"{split}: {len(split_figures['cut'])} prompts will be cut, {lost} of them lose images")
+            warnings.append(
+                f"{split}: {len(split_figures['cut'])} prompts will be cut, {lost} of them lose "
+                "images"
+            )
         if split_figures["text_only"]:
             warnings.append(
                 f"{split}: {len(split_figures['text_only'])} rows have no image, and "
@@ -277,11 +308,18 @@ def _warnings(
         if groups := split_figures["contradictions"]:
             rows = sum(map(len, groups))
             warnings.append(
-                f"{split}: {rows} rows ask what another one asks, and have another answer ({len(groups)} questions)"
+                f"{split}: {rows} rows ask what another one asks, and have another answer "
+                f"({len(groups)} questions)"
             )
         if groups := split_figures["duplicates"]["rows"]:
-            warnings.append(f"{split}: {sum(len(g) - 1 for g in groups)} rows repeat another one, text and images")
-    for kind, relation in (("rows", "stand in train, text and images"), ("images", "show an image of train")):
+            warnings.append(
+                f"{split}: {sum(len(g) - 1 for g in groups)} rows repeat another one, text and "
+                "images"
+            )
+    for kind, relation in (
+        ("rows", "stand in train, text and images"),
+        ("images", "show an image of train"),
+    ):
         if overlap.get(kind):
             warnings.append(f"val: {len(overlap[kind])} rows {relation}: accuracy will be too high")
     return warnings
@@ -297,7 +335,11 @@ def render(figures: Mapping[str, Any]) -> str:
         for kind, description in (
             ("rows", "rows of val have the text and the images of one of train"),
             ("images", "others show an image of train"),
-            ("texts", "others have the text of one of train (which means little where the image is asked about)"),
+            (
+                "texts",
+                "others have the text of one of train (which means little where the image is "
+                "asked about)",
+            ),
         ):
             lines.append(f"  {len(overlap[kind]):6}  {description}")
         lines.append("")
@@ -311,19 +353,28 @@ def _render_split(name: str, split: Mapping[str, Any], limit: int) -> list[str]:
     """Return the lines on a split; `limit` is data.max_prompt_length."""
     bad_rows = split["bad"]
     share = f" ({split['usable'] / split['rows']:.1%})" if split["rows"] else ""
-    lines = [f"{name}: {split['rows']} rows, {split['usable']} usable{share}", f"  of {', '.join(split['paths'])}"]
+    lines = [
+        f"{name}: {split['rows']} rows, {split['usable']} usable{share}",
+        f"  of {', '.join(split['paths'])}",
+    ]
     for kind, n in bad_rows["by_kind"].items():
         lines.append(f"  {n:6}  {kind}")
         examples = [row for row in bad_rows["all"] if row["kind"] == kind][:EXAMPLES]
         lines += [
-            f"          {row['id']}: {shorten(' '.join(row['reason'].split()), EXAMPLE_CHARACTERS)}" for row in examples
+            f"          {row['id']}: {shorten(' '.join(row['reason'].split()), EXAMPLE_CHARACTERS)}"
+            for row in examples
         ]
     if too_long := split["too_long"]:
-        too_long_examples = ", ".join(f"{row['id']} ({row['tokens']} tokens)" for row in too_long[:EXAMPLES])
+        too_long_examples = ", ".join(
+            f"{row['id']} ({row['tokens']} tokens)" for row in too_long[:EXAMPLES]
+        )
         lines.append(f"  {len(too_long):6}  prompt longer than {limit} tokens: {too_long_examples}")
     images = split["images"]
     rows = ", ".join(f"{count} with {n}" for n, count in list(images["per_row"].items())[:8])
-    lines += ["", f"  images      {images['in_all']}, {images['distinct']} distinct; rows: {rows or 'none'}"]
+    lines += [
+        "",
+        f"  images      {images['in_all']}, {images['distinct']} distinct; rows: {rows or 'none'}",
+    ]
     spreads = {"width": images["width"], "height": images["height"], "bytes": images["bytes"]}
     spreads |= {f"{label} tokens": spread for label, spread in split.get("tokens", {}).items()}
     lines += [f"  {label:14}{_spread_text(spread)}" for label, spread in spreads.items() if spread]

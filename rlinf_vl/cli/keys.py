@@ -22,7 +22,12 @@ def describe(query: str | None) -> str:
     if query is None:
         lines = [_line(name, key) for name, key in keys.items()]
         return "\n".join(
-            [*lines, "", "'rlinf-vl config KEY' says what a key means, and takes sections and parts of names"]
+            [
+                *lines,
+                "",
+                "'rlinf-vl config KEY' says what a key means, and takes sections and parts of "
+                "names",
+            ]
         )
     if query in keys:
         return _description(query, keys[query])
@@ -40,13 +45,22 @@ def configs_and_keys() -> str:
         # The first line of an example says its subject.
         subject = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         lines.append(f"  {name:<32} {textwrap.shorten(subject, 90, placeholder=' …')}")
-    lines += ["", "keys ('rlinf-vl config KEY' says what one means, its default, and what it may be):"]
+    lines += [
+        "",
+        "keys ('rlinf-vl config KEY' says what one means, its default, and what it may be):",
+    ]
     for section, names in config_sections().items():
         # A section also lists the keys of the sections in it, which have lines of their own.
-        key_names = [name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section]
+        key_names = [
+            name.removeprefix(f"{section}.") for name in names if name.rpartition(".")[0] == section
+        ]
         if key_names:
             text = " ".join(key_names)
-            lines.append(textwrap.fill(text, 118, initial_indent=f"  {section}: ", subsequent_indent="      "))
+            lines.append(
+                textwrap.fill(
+                    text, 118, initial_indent=f"  {section}: ", subsequent_indent="      "
+                )
+            )
     return "\n".join(lines)
 
 

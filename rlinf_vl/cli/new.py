@@ -49,7 +49,9 @@ def new(kind: str, path: str) -> str:
         # The class or function is imported by the name of the file.
         file = file.with_name(f"{name}.py")
         if not name.isidentifier() or keyword.iskeyword(name):
-            raise ConfigError(f"{path!r}: {name!r} is no name in Python; write letters, digits and _, a letter first")
+            raise ConfigError(
+                f"{path!r}: {name!r} is no name in Python; write letters, digits and _, a letter first"
+            )
         if kind == "env":
             name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     templates = Environment(
@@ -60,11 +62,15 @@ def new(kind: str, path: str) -> str:
     )
     text = templates.get_template(template).render(name=name, file=file.name)
     if not file.parent.is_dir():
-        raise ConfigError(f"{path!r}: no folder {str(file.parent)!r}; make it, or give another path")
+        raise ConfigError(
+            f"{path!r}: no folder {str(file.parent)!r}; make it, or give another path"
+        )
     try:
         # "x" never overwrites a file, not even one that was written in this moment.
         with file.open("x", encoding="utf-8") as output:
             output.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{str(file)!r} is there already; take another name, or remove it") from error
+        raise ConfigError(
+            f"{str(file)!r} is there already; take another name, or remove it"
+        ) from error
     return f"wrote {file}\n{next_steps.format(path=file, name=name)}"

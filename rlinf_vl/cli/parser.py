@@ -38,7 +38,9 @@ class _MainParser(argparse.ArgumentParser):
         name = match[1]
         # A user who forgets the verb begins with the config.
         is_config = name.removesuffix(".yaml") in examples() or name.endswith(".yaml")
-        hint = f" did you mean '{self.prog} train {name}'?" if is_config else nearest(name, self.verbs)
+        hint = (
+            f" did you mean '{self.prog} train {name}'?" if is_config else nearest(name, self.verbs)
+        )
         super().error(f"no verb {name!r};{hint} there are {', '.join(self.verbs)}")
 
 
@@ -83,29 +85,42 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog=COMMAND if in_path else "python -m rlinf_vl",
         description="Reinforcement learning for vision-language models.",
     )
-    parser.add_argument("--version", action=_Version, help="print the versions of rlinf_vl, Python and packages")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
+    parser.add_argument(
+        "--version", action=_Version, help="print the versions of rlinf_vl, Python and packages"
+    )
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="VERB", parser_class=_VerbParser
+    )
 
     def verb(name: str, summary: str, epilog_text: Callable[[], str] | None = None) -> Any:
         """Return the method that adds an argument to a new verb; `epilog_text` makes the end of its
         help."""
         # In the list of verbs the summary is a phrase, in the help of its verb a sentence.
-        verb_parser = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        verb_parser = verbs.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
         verb_parser.epilog_text = epilog_text
         return verb_parser.add_argument
 
     # Train and evaluate.
     argument = verb("train", "run one experiment", epilog_text=configs_and_keys)
     _config_and_overrides(argument)
-    argument("--check", action="store_true", help="don't train, only check config, data, model and folders")
+    argument(
+        "--check",
+        action="store_true",
+        help="don't train, only check config, data, model and folders",
+    )
 
     # Python that comes with a checkpoint is executed with consent only.
     trust_help = "run the Python that the checkpoint's run brings along in its config.yaml"
     argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")
     _config_and_overrides(
-        argument, override_help="; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR"
+        argument,
+        override_help="; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR",
     )
-    argument("--samples", type=int, default=1, metavar="K", help="answers to each problem (default 1)")
+    argument(
+        "--samples", type=int, default=1, metavar="K", help="answers to each problem (default 1)"
+    )
     argument(
         "--by",
         action="append",
@@ -118,18 +133,39 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # Make and export models.
     argument = verb("toy", "make an embedded task's data and its warm-started checkpoint (cached)")
     argument("name", nargs="?", choices=TOYS, default="toy", help="the task; toy unless named")
-    argument("--seed", type=int, default=None, help="seed of the checkpoint (default: that of the configs)")
-
-    argument = verb("export", "turn a checkpoint into a Hugging Face model, as a folder or on the hub")
-    argument("checkpoint", help="a run's folder (its newest checkpoint), or checkpoints/global_step_N; also a URL")
-    argument("output", type=Path, nargs="?", help="folder to write; must be empty or absent; left out: only --push")
     argument(
-        "--push", metavar="OWNER/NAME", help="repository on the Hugging Face hub to write to; made if it isn't there"
+        "--seed",
+        type=int,
+        default=None,
+        help="seed of the checkpoint (default: that of the configs)",
+    )
+
+    argument = verb(
+        "export", "turn a checkpoint into a Hugging Face model, as a folder or on the hub"
+    )
+    argument(
+        "checkpoint",
+        help="a run's folder (its newest checkpoint), or checkpoints/global_step_N; also a URL",
+    )
+    argument(
+        "output",
+        type=Path,
+        nargs="?",
+        help="folder to write; must be empty or absent; left out: only --push",
+    )
+    argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="repository on the Hugging Face hub to write to; made if it isn't there",
     )
     argument("--private", action="store_true", help="make that repository a private one")
-    argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights")
     argument(
-        "--adapters", action="store_true", help="write a LoRA run's adapters, for peft, instead of the merged model"
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="dtype of the weights"
+    )
+    argument(
+        "--adapters",
+        action="store_true",
+        help="write a LoRA run's adapters, for peft, instead of the merged model",
     )
     argument(OPTION, action="store_true", help=trust_help)
 
@@ -138,9 +174,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
     argument("--once", action="store_true", help="print one page and end")
 
-    argument = verb("timeline", "merge what every process did when into a trace for ui.perfetto.dev")
+    argument = verb(
+        "timeline", "merge what every process did when into a trace for ui.perfetto.dev"
+    )
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
-    argument("--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json")
+    argument(
+        "--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json"
+    )
 
     argument = verb("report", "one HTML file on a run, or on several side by side")
     argument(
@@ -150,55 +190,147 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="RUN_DIR",
         help="runs, going or ended; one folder of runs: a table",
     )
-    argument("--output", type=Path, default=None, help="the file; the default is report.html in the first run's folder")
+    argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="the file; the default is report.html in the first run's folder",
+    )
 
     # Check code, data and machines before a run.
-    argument = verb("check-env", "play an environment with random and hostile answers; say what breaks its contract")
-    argument("env_class", metavar="NAME", help="as rollout.env_class: a name, module:Class or path/to/file.py:Class")
-    argument("overrides", nargs="*", metavar="key=value", help="keywords of its constructor; data.* for --data")
+    argument = verb(
+        "check-env",
+        "play an environment with random and hostile answers; say what breaks its contract",
+    )
+    argument(
+        "env_class",
+        metavar="NAME",
+        help="as rollout.env_class: a name, module:Class or path/to/file.py:Class",
+    )
+    argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="keywords of its constructor; data.* for --data",
+    )
     argument("--data", metavar="FILE", help="rows to start it with, as in data.train_data_paths")
-    argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for one call (default 60)")
+    argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for one call (default 60)",
+    )
 
-    argument = verb("check-reward", "try a reward function on good, bad and hostile answers; say what it pays")
-    argument("function", metavar="NAME", help="as in reward.functions: a name, module:name or path/to/file.py:name")
-    argument("overrides", nargs="*", metavar="key=value", help="keywords of the function; data.* for --data")
-    argument("--data", metavar="CONFIG|FILE", help="rows to try it on: a data set, or a config's training data")
-    argument("--time-limit", type=float, default=10.0, metavar="SECONDS", help="for one answer (default 10)")
+    argument = verb(
+        "check-reward", "try a reward function on good, bad and hostile answers; say what it pays"
+    )
+    argument(
+        "function",
+        metavar="NAME",
+        help="as in reward.functions: a name, module:name or path/to/file.py:name",
+    )
+    argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="keywords of the function; data.* for --data",
+    )
+    argument(
+        "--data",
+        metavar="CONFIG|FILE",
+        help="rows to try it on: a data set, or a config's training data",
+    )
+    argument(
+        "--time-limit",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="for one answer (default 10)",
+    )
 
-    argument = verb("check-data", "examine a whole data set: content, damaged rows, rows beyond the limits")
+    argument = verb(
+        "check-data", "examine a whole data set: content, damaged rows, rows beyond the limits"
+    )
     _config_and_overrides(
         argument,
         config_help="; or a file, folder or hf://owner/name of data (rollout.model.model_path=… counts tokens)",
     )
-    argument("--output", type=Path, metavar="FILE.html", help="the page; the figures go beside it as FILE.json")
-    argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
+    argument(
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        help="the page; the figures go beside it as FILE.json",
+    )
+    argument(
+        "--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)"
+    )
 
     argument = verb("doctor", "report what this machine has and what a config needs")
     _config_and_overrides(argument, nargs="?", config_help="; without one, the machine alone")
 
-    argument = verb("preflight", "estimate the memory that a config takes of each GPU; needs no GPU")
+    argument = verb(
+        "preflight", "estimate the memory that a config takes of each GPU; needs no GPU"
+    )
     _config_and_overrides(argument)
     argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
-    argument("--gpu-memory", type=float, default=80, metavar="GB", help="as printed on the card (default 80)")
+    argument(
+        "--gpu-memory",
+        type=float,
+        default=80,
+        metavar="GB",
+        help="as printed on the card (default 80)",
+    )
     argument("--nodes", type=int, default=1, help="machines (default 1)")
 
     # Write configs and code.
-    argument = verb("config", "show configuration keys: all of them with their defaults, or what one means and may be")
-    argument("key", nargs="?", metavar="KEY", help="a key, a section or a part of a key's name").completer = (
-        lambda **_: [*config_sections(), *config_keys()]
+    argument = verb(
+        "config",
+        "show configuration keys: all of them with their defaults, or what one means and may be",
+    )
+    argument(
+        "key", nargs="?", metavar="KEY", help="a key, a section or a part of a key's name"
+    ).completer = lambda **_: [*config_sections(), *config_keys()]
+
+    argument = verb(
+        "convert-config", f"write a config of {', '.join(SYSTEMS.values())} as one of ours"
+    )
+    argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="YAML, a script (key=value or --key value), Python or a notebook",
+    )
+    argument(
+        "--from",
+        dest="system",
+        choices=SYSTEMS,
+        help="the system that it is of; by default found by its keys",
+    )
+    argument(
+        "--output",
+        type=Path,
+        metavar="YAML",
+        help="the file to write; standard output unless named",
     )
 
-    argument = verb("convert-config", f"write a config of {', '.join(SYSTEMS.values())} as one of ours")
-    argument("file", type=Path, metavar="FILE", help="YAML, a script (key=value or --key value), Python or a notebook")
-    argument("--from", dest="system", choices=SYSTEMS, help="the system that it is of; by default found by its keys")
-    argument("--output", type=Path, metavar="YAML", help="the file to write; standard output unless named")
-
-    argument = verb("new", "write a commented template of your own experiment, environment or reward")
+    argument = verb(
+        "new", "write a commented template of your own experiment, environment or reward"
+    )
     argument("kind", choices=KINDS, help="the kind of file")
     argument("name", metavar="NAME", help="its name, or the path of its file without ending")
 
-    argument = verb("completion", f"print what completes '{COMMAND}' in your shell; its first lines say how to use it")
-    argument("shell", choices=("bash", "zsh", "fish"), nargs="?", default="bash", help="bash unless named")
+    argument = verb(
+        "completion",
+        f"print what completes '{COMMAND}' in your shell; its first lines say how to use it",
+    )
+    argument(
+        "shell",
+        choices=("bash", "zsh", "fish"),
+        nargs="?",
+        default="bash",
+        help="bash unless named",
+    )
 
     parser.verbs = list(verbs.choices)
     # Set by the shell when it asks for completions.
@@ -211,12 +343,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     takes_overrides = "overrides" in arguments
     unknown = [text for text in unparsed if text.startswith("-")] if takes_overrides else unparsed
     if unknown:
-        overrides = [text.lstrip("-") for text in unknown if text.lstrip("-").partition("=")[0] in config_keys()]
+        overrides = [
+            text.lstrip("-")
+            for text in unknown
+            if text.lstrip("-").partition("=")[0] in config_keys()
+        ]
         # Options of Hydra that a user of other systems may try.
         if sweep := {"--multirun", "-m"}.intersection(unknown):
             parser.error(f"{sweep.pop()}: {ONE_RUN}")
         correction = f": {' '.join(overrides)}" if overrides else ""
-        hint = f"; overrides are written key=value, without dashes{correction}" if takes_overrides else ""
+        hint = (
+            f"; overrides are written key=value, without dashes{correction}"
+            if takes_overrides
+            else ""
+        )
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if unparsed:
         arguments.overrides += unparsed
@@ -227,8 +367,12 @@ def _config_and_overrides(
     argument: Any, nargs: str | None = None, config_help: str = "", override_help: str = ""
 ) -> None:
     """Add the arguments of a verb that takes a config; both texts are appended to their help."""
-    config = argument("config", nargs=nargs, help=f"name of a config, or path of a YAML file{config_help}")
+    config = argument(
+        "config", nargs=nargs, help=f"name of a config, or path of a YAML file{config_help}"
+    )
     # argcomplete reads the attribute `completer` of an argument.
     config.completer = complete_config
-    text = f"key=value, such as runner.max_steps=3; '{COMMAND} config' shows the keys{override_help}"
+    text = (
+        f"key=value, such as runner.max_steps=3; '{COMMAND} config' shows the keys{override_help}"
+    )
     argument("overrides", nargs="*", help=text).completer = complete_override

@@ -16,13 +16,27 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf_vl.code.texts import CodeError, import_lock, imports_of, module_of_file, source_of, unpickled
+from rlinf_vl.code.texts import (
+    CodeError,
+    import_lock,
+    imports_of,
+    module_of_file,
+    source_of,
+    unpickled,
+)
 from rlinf_vl.errors import nearest
 
 Signature = str | Sequence[str]
 
 
-def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, kind: str, signature: Signature) -> Any:
+def load_code(
+    name: str,
+    table: Mapping[str, str],
+    files: Mapping[str, str],
+    *,
+    kind: str,
+    signature: Signature,
+) -> Any:
     """Return the object that a name leads to, imported once in a process.
 
     Args:
@@ -41,7 +55,11 @@ def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, 
     else:
         try:
             with import_lock:
-                module = module_of_file(place, files) if place.endswith(".py") else importlib.import_module(place)
+                module = (
+                    module_of_file(place, files)
+                    if place.endswith(".py")
+                    else importlib.import_module(place)
+                )
         except (Exception, SystemExit) as error:  # whatever a module does as it is imported
             raise _not_imported(name, place, error, is_ours=name in table) from error
         if not hasattr(module, attribute):
@@ -52,7 +70,9 @@ def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, 
                 if getattr(value, "__module__", None) == module.__name__
             }
             candidates = [
-                key for key, value in defined.items() if isinstance(value, type) or _noun(signature) != "class"
+                key
+                for key, value in defined.items()
+                if isinstance(value, type) or _noun(signature) != "class"
             ]
             raise _absent(name, place, attribute, candidates, signature)
         loaded = getattr(module, attribute)
@@ -62,7 +82,12 @@ def load_code(name: str, table: Mapping[str, str], files: Mapping[str, str], *, 
 
 
 def check_code(
-    name: str, table: Mapping[str, str], files: Mapping[str, str], *, kind: str, signature: Signature
+    name: str,
+    table: Mapping[str, str],
+    files: Mapping[str, str],
+    *,
+    kind: str,
+    signature: Signature,
 ) -> None:
     """Refuse, without running any code, a name that `load_code` would refuse for its file or its
     signature.
@@ -79,10 +104,20 @@ def check_code(
         tree = ast.parse(source_of(place, files), place)
     except (OSError, SyntaxError, ValueError, ImportError) as error:
         raise _not_imported(name, place, error) from error
-    defined = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    assigned_names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    assigned_names |= {alias.asname or alias.name.partition(".")[0] for n in imports_of(tree) for alias in n.names}
-    constants = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+    defined = {
+        n.name: n
+        for n in tree.body
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    assigned_names = {
+        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+    assigned_names |= {
+        alias.asname or alias.name.partition(".")[0] for n in imports_of(tree) for alias in n.names
+    }
+    constants = [
+        n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
+    ]
     assigned_names -= {
         name.id for n in constants for name in n.targets if isinstance(name, ast.Name)
     }  # a constant is no code
@@ -95,7 +130,11 @@ def check_code(
             and "__getattr__" not in defined
             and tree.body
         ):
-            candidates = [n for n, v in defined.items() if isinstance(v, ast.ClassDef) or _noun(signature) != "class"]
+            candidates = [
+                n
+                for n, v in defined.items()
+                if isinstance(v, ast.ClassDef) or _noun(signature) != "class"
+            ]
             raise _absent(name, place, attribute, candidates, signature)
         return
     stub = _stub(defined[attribute])
@@ -108,7 +147,9 @@ def is_code(name: str) -> bool:
     return ":" in name
 
 
-def _place_of(name: str, table: Mapping[str, str], kind: str, signature: Signature) -> tuple[str, str]:
+def _place_of(
+    name: str, table: Mapping[str, str], kind: str, signature: Signature
+) -> tuple[str, str]:
     """Return the module or file of a name, and the attribute in it."""
     place, _, attribute = table.get(name, name).rpartition(":")
     if not place or not attribute:
@@ -143,7 +184,9 @@ def _with_article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _absent(name: str, place: str, attribute: str, candidates: Sequence[str], signature: Signature) -> CodeError:
+def _absent(
+    name: str, place: str, attribute: str, candidates: Sequence[str], signature: Signature
+) -> CodeError:
     """Return the error for a module that lacks the attribute; it lists the candidates."""
     noun = _noun(signature)
     plural = "classes" if noun == "class" else f"{noun}s"
@@ -166,12 +209,11 @@ def _mismatch(candidate: Any, attribute: str, kind: str, signature: Signature) -
         for call, method in methods.items():
             # a class's plain method takes `self` before the arguments of the call
             is_static = isinstance(
-                inspect.getattr_static(candidate, call.partition("(")[0], None), staticmethod | classmethod
+                inspect.getattr_static(candidate, call.partition("(")[0], None),
+                staticmethod | classmethod,
             )
             if not _accepts(method, call if is_static else call.replace("(", "(self, ", 1)):
-                return (
-                    f"{attribute}.{_written(method, call)} can't be called as {call}; {_requirement(kind, signature)}"
-                )
+                return f"{attribute}.{_written(method, call)} can't be called as {call}; {_requirement(kind, signature)}"
         return None
     if "(" not in signature:
         names = {cls.__name__ for cls in type(candidate).__mro__}
@@ -230,14 +272,24 @@ def _stub(node: Any) -> Any:
     if isinstance(node, ast.ClassDef):
         if any(getattr(base, "id", None) != "object" for base in node.bases) or node.keywords:
             return None
-        members = [_stub(n) for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-        assigned_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        members = [
+            _stub(n) for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        assigned_names = {
+            n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
         if None in members or assigned_names:  # a method may be assigned
             return None
         return type(node.name, (), {member.__name__: member for member in members})
     # Annotations and defaults are expressions of the user's, which must not run.
     arguments = ast.parse(f"def f({ast.unparse(node.args)}): pass").body[0].args  # type: ignore[attr-defined]
-    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
+    for argument in [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]:
         if argument is not None:
             argument.annotation = None
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
@@ -250,9 +302,18 @@ def _stub(node: Any) -> Any:
 def _not_imported(name: str, place: str, error: BaseException, is_ours: bool = False) -> CodeError:
     """Return the error for a module or file that can't be imported, with a hint."""
     # the named file is missing, and not one that it opens
-    if isinstance(error, OSError) and error.filename and place.endswith(os.path.basename(error.filename)):
-        return CodeError(f"{name!r}: no file {error.filename!r} ({error.strerror}); give the path of a Python file")
+    if (
+        isinstance(error, OSError)
+        and error.filename
+        and place.endswith(os.path.basename(error.filename))
+    ):
+        return CodeError(
+            f"{name!r}: no file {error.filename!r} ({error.strerror}); give the path of a Python "
+            "file"
+        )
     position = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
     install = "pip install 'rlinf_vl[envs]'" if is_ours else "install it where workers run"
     hint = f"; {install}" if isinstance(error, ModuleNotFoundError) else ""
-    return CodeError(f"{name!r}: {place}{position} can't be imported: {type(error).__name__}: {error}{hint}")
+    return CodeError(
+        f"{name!r}: {place}{position} can't be imported: {type(error).__name__}: {error}{hint}"
+    )

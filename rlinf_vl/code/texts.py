@@ -53,7 +53,9 @@ def collect_code(name: str, folders: Sequence[str], files: dict[str, str]) -> st
     if known_path is not None:  # collected before
         return f"{known_path}:{attribute}"
     candidates = (os.path.join(folder, path) for folder in folders)
-    path = os.path.abspath(next((p for p in candidates if os.path.isfile(p)), os.path.join(folders[0], path)))
+    path = os.path.abspath(
+        next((p for p in candidates if os.path.isfile(p)), os.path.join(folders[0], path))
+    )
     if os.path.isfile(path):
         _collect(path, files)
     return f"{path}:{attribute}"
@@ -74,7 +76,9 @@ def pickled(value: Any) -> tuple[str, str, str]:
     for module in user_modules:
         # by value, not by name: workers may lack the user's modules
         cloudpickle.register_pickle_by_value(module)
-    name = "".join(c if c.isalnum() else "_" for c in getattr(value, "__name__", type(value).__name__)).strip("_")
+    name = "".join(
+        c if c.isalnum() else "_" for c in getattr(value, "__name__", type(value).__name__)
+    ).strip("_")
     try:
         text = base64.b64encode(cloudpickle.dumps(value)).decode()
     except Exception as error:  # a __reduce__ may raise anything
@@ -92,14 +96,25 @@ def _matching_path(path: str, files: Mapping[str, str]) -> str | None:
     """Return the path in `files` that a path means; None without one."""
     path = os.path.expanduser(path)
     ending = f"/{os.path.normpath(path)}"
-    return next((key for key in files if os.path.realpath(key) == os.path.realpath(path) or key.endswith(ending)), None)
+    return next(
+        (
+            key
+            for key in files
+            if os.path.realpath(key) == os.path.realpath(path) or key.endswith(ending)
+        ),
+        None,
+    )
 
 
 def source_of(place: str, files: Mapping[str, str]) -> str:
     """Return the text of a file or a module; "" for a module without a Python file."""
     if place.endswith(".py"):
         known_path = _matching_path(place, files)
-        return _read(os.path.abspath(os.path.expanduser(place))) if known_path is None else _decoded(files[known_path])
+        return (
+            _read(os.path.abspath(os.path.expanduser(place)))
+            if known_path is None
+            else _decoded(files[known_path])
+        )
     try:
         spec = importlib.util.find_spec(place)
     except ValueError:  # a module that code has made has no spec
@@ -118,7 +133,11 @@ def _encoded(text: str) -> str:
 
 
 def _decoded(stored: str) -> str:
-    return base64.b64decode(stored.removeprefix(_ENCODED)).decode() if stored.startswith(_ENCODED) else stored
+    return (
+        base64.b64decode(stored.removeprefix(_ENCODED)).decode()
+        if stored.startswith(_ENCODED)
+        else stored
+    )
 
 
 def _read(path: str) -> str:
@@ -128,7 +147,10 @@ def _read(path: str) -> str:
 def unpickled(name: str, place: str, files: Mapping[str, str]) -> Any:
     """Return the object that is stored at `place`, loaded once in a process."""
     if (text := files.get(place)) is None:
-        raise CodeError(f"{name!r}: no {place!r} in runner.code_files; go on from the config.yaml of its run's folder")
+        raise CodeError(
+            f"{name!r}: no {place!r} in runner.code_files; go on from the config.yaml of its run's "
+            "folder"
+        )
     with import_lock:
         if text not in _objects:
             import cloudpickle
@@ -137,7 +159,8 @@ def unpickled(name: str, place: str, files: Mapping[str, str]) -> Any:
                 _objects[text] = cloudpickle.loads(base64.b64decode(text))
             except Exception as error:  # another Python version, or a missing module
                 raise CodeError(
-                    f"{name!r}: can't be read from runner.code_files: {type(error).__name__}: {error}"
+                    f"{name!r}: can't be read from runner.code_files: {type(error).__name__}: "
+                    f"{error}"
                 ) from error
         return _objects[text]
 
@@ -164,7 +187,12 @@ class _TextLoader(ExecutionLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         lines = self.text.splitlines(keepends=True)
-        linecache.cache[self.path] = (len(self.text), None, lines, self.path)  # for tracebacks, wherever they are made
+        linecache.cache[self.path] = (
+            len(self.text),
+            None,
+            lines,
+            self.path,
+        )  # for tracebacks, wherever they are made
         super().exec_module(module)
 
 
@@ -183,7 +211,12 @@ class _SiblingFinder(MetaPathFinder):
         for sibling, text in files.items():
             if sibling == path or not sibling.startswith(root) or not sibling.endswith(".py"):
                 continue
-            name = sibling.removeprefix(root).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            name = (
+                sibling.removeprefix(root)
+                .removesuffix(".py")
+                .removesuffix("/__init__")
+                .replace("/", ".")
+            )
             loader = self._loaders.get(name)
             # two files of a run may have siblings of one name
             if loader is None or (loader.path, loader.text) != (sibling, _decoded(text)):
@@ -237,12 +270,16 @@ def _collect(path: str, files: dict[str, str]) -> None:
         text = _read(file)
         files[file] = _encoded(text)
         with suppress(SyntaxError, ValueError):  # `load_code` reports it
-            package = os.path.relpath(os.path.dirname(file), root).split(os.sep) if file != path else []
+            package = (
+                os.path.relpath(os.path.dirname(file), root).split(os.sep) if file != path else []
+            )
             for module in _modules(ast.parse(text), [part for part in package if part != "."]):
                 if _is_installed(module.partition(".")[0], root):
                     continue
                 base = os.path.join(root, *module.split("."))
-                pending_files += [p for p in (f"{base}.py", f"{base}/__init__.py") if os.path.isfile(p)]
+                pending_files += [
+                    p for p in (f"{base}.py", f"{base}/__init__.py") if os.path.isfile(p)
+                ]
 
 
 def imports_of(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -278,7 +315,8 @@ def _is_installed(module: str, root: str) -> bool:
         return False
     locations = [spec.origin, *(spec.submodule_search_locations or ())]
     return not any(
-        location and os.path.realpath(location).startswith(os.path.realpath(root) + os.sep) for location in locations
+        location and os.path.realpath(location).startswith(os.path.realpath(root) + os.sep)
+        for location in locations
     )
 
 
@@ -286,6 +324,14 @@ def _is_users(module: ModuleType) -> bool:
     """Return whether a module is a user's file, which workers may lack: neither installed, nor of
     Python, nor ours."""
     path = os.path.realpath(getattr(module, "__file__", None) or "/")
-    installed = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), os.path.dirname(__file__)]
-    inside = any(path.startswith(os.path.realpath(folder) + os.sep) for folder in installed) or "site-packages" in path
+    installed = [
+        sys.prefix,
+        sys.base_prefix,
+        os.path.dirname(os.__file__),
+        os.path.dirname(__file__),
+    ]
+    inside = (
+        any(path.startswith(os.path.realpath(folder) + os.sep) for folder in installed)
+        or "site-packages" in path
+    )
     return path.endswith(".py") and not inside and module.__name__ != "__main__"

@@ -10,11 +10,20 @@ from rlinf_vl.config.schema.algorithm import RejectionConfig
 
 def algorithm(config: Config) -> Iterator[str]:
     """Yield problems of advantages, credit, groups and of guidance beside the reward."""
-    algorithm, batch, running = config.algorithm, config.data.rollout_batch_size, config.rollout.max_running_requests
-    group, parts = f"algorithm.group_size={algorithm.group_size}", f"algorithm.n_minibatches={algorithm.n_minibatches}"
+    algorithm, batch, running = (
+        config.algorithm,
+        config.data.rollout_batch_size,
+        config.rollout.max_running_requests,
+    )
+    group, parts = (
+        f"algorithm.group_size={algorithm.group_size}",
+        f"algorithm.n_minibatches={algorithm.n_minibatches}",
+    )
     yield from _distillation(config)
     # A run that learns from its teacher alone uses no advantages.
-    alone = algorithm.distillation.teacher_path is not None and not algorithm.distillation.reward_weight
+    alone = (
+        algorithm.distillation.teacher_path is not None and not algorithm.distillation.reward_weight
+    )
     # user code may not compare within groups
     in_groups = not is_code(algorithm.adv_type) and algorithm.adv_type != "reinforce_plus_plus"
     if algorithm.group_size == 1 and in_groups and not alone:
@@ -23,7 +32,11 @@ def algorithm(config: Config) -> Iterator[str]:
             "advantage zero (the baseline is the group's own rewards); use at least 2, or "
             "adv_type=reinforce_plus_plus"
         )
-    if algorithm.kl_beta > 0 and algorithm.kl_placement == "loss" and algorithm.kl_penalty_type == "k1":
+    if (
+        algorithm.kl_beta > 0
+        and algorithm.kl_placement == "loss"
+        and algorithm.kl_penalty_type == "k1"
+    ):
         yield (
             "algorithm.kl_penalty_type: k1 (kl) in the loss has an expected gradient of exactly "
             f"zero, so that algorithm.kl_beta={algorithm.kl_beta:g} would add noise and pull "
@@ -33,7 +46,9 @@ def algorithm(config: Config) -> Iterator[str]:
         yield "algorithm.kl_placement: reward with algorithm.kl_beta=0 subtracts nothing; set kl_beta > 0, or kl_placement=loss"
     for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
         # SAPO clips nothing, and only these two losses have the dual clip, clip_ratio_c.
-        used = algorithm.loss_type != "sapo" and (name != "clip_ratio_c" or algorithm.loss_type in ("actor", "gspo"))
+        used = algorithm.loss_type != "sapo" and (
+            name != "clip_ratio_c" or algorithm.loss_type in ("actor", "gspo")
+        )
         if not used and getattr(algorithm, name) is not None:
             yield (
                 f"algorithm.{name}: {getattr(algorithm, name):g} clips nothing with "
@@ -120,7 +135,11 @@ def _distillation(config: Config) -> Iterator[str]:
 def correction(config: Config) -> Iterator[str]:
     """Yield problems of old logprobs, truncated importance sampling (TIS) and rejection."""
     algorithm, with_logprobs = config.algorithm, config.rollout.return_logprobs
-    tis, old, rejection = algorithm.importance_sampling_fix, algorithm.old_policy, algorithm.rejection
+    tis, old, rejection = (
+        algorithm.importance_sampling_fix,
+        algorithm.old_policy,
+        algorithm.rejection,
+    )
     if algorithm.recompute_logprobs == "false":
         cause, otherwise = "recompute_logprobs=false", "set recompute_logprobs=auto"
     else:
@@ -146,7 +165,11 @@ def correction(config: Config) -> Iterator[str]:
     for used, key, remedy in (
         (tis, "importance_sampling_fix=true", "set importance_sampling_fix=false"),
         (old != "start", cause, otherwise),
-        (rejection.level is not None, f"rejection.level={rejection.level}", "set rejection.level=null"),
+        (
+            rejection.level is not None,
+            f"rejection.level={rejection.level}",
+            "set rejection.level=null",
+        ),
         (rejection.veto is not None, f"rejection.veto={rejection.veto}", "set rejection.veto=null"),
     ):
         if used and not with_logprobs:

@@ -76,11 +76,16 @@ class Table:
 def table(name: str) -> Table:
     """Return the table of one of `SYSTEMS`."""
     data, reasons = written(name), written("reasons")
-    rows = [*_rows(data.get("keys", {}), reasons), *(Row(key, "mapped", (key,)) for key in data.get("same", ()))]
+    rows = [
+        *_rows(data.get("keys", {}), reasons),
+        *(Row(key, "mapped", (key,)) for key in data.get("same", ())),
+    ]
     sections: tuple[tuple[str, Kind], ...] = (("drop", "dropped"), ("refuse", "refused"))
     for section, kind in sections:
         for reason, keys in data.get(section, {}).items():
-            rows += [Row(key, kind, why=reasons[reason]) for pattern in keys for key in _braces(pattern)]
+            rows += [
+                Row(key, kind, why=reasons[reason]) for pattern in keys for key in _braces(pattern)
+            ]
     # The first row of a key wins, so `keys` has priority over the sections below it.
     exact: dict[str, Row] = {}
     for row in rows:
@@ -93,7 +98,10 @@ def table(name: str) -> Table:
 @cache
 def quantities() -> dict[str, tuple[tuple[str, ...], str]]:
     """Return role → (our keys, a remark on the conversion or "")."""
-    return {role: (_as_tuple(row["to"]), row.get("how", "")) for role, row in written("quantities").items()}
+    return {
+        role: (_as_tuple(row["to"]), row.get("how", ""))
+        for role, row in written("quantities").items()
+    }
 
 
 def system_of(keys: Sequence[str]) -> str | None:
@@ -124,13 +132,19 @@ def hint(key: str, nested: bool = False) -> str:
         ends = (k for k in rows if k.endswith(f".{key}"))
         leaves = (k for k in rows if k.rpartition(".")[2] == leaf)
         # A name that theirs ends with is more likely meant than one with the same leaf only.
-        row = rows.get(key) if not nested else next((rows[k] for k in itertools.chain(ends, leaves)), None)
+        row = (
+            rows.get(key)
+            if not nested
+            else next((rows[k] for k in itertools.chain(ends, leaves)), None)
+        )
         # A key with the same name in both systems needs no hint.
         if row and row.to != (key,):
             systems_by_meaning.setdefault(_meaning(row), []).append(SYSTEMS[name])
     if not systems_by_meaning:
         return ""
-    return " " + "; ".join(f"{' and '.join(names)}: {meaning}" for meaning, names in systems_by_meaning.items())
+    return " " + "; ".join(
+        f"{' and '.join(names)}: {meaning}" for meaning, names in systems_by_meaning.items()
+    )
 
 
 def _meaning(row: Row) -> str:

@@ -71,7 +71,9 @@ def suggestion(key: str) -> str:
     matches = [k for k, (leaves, _) in similarity.items() if leaves == 1]
     if not matches and (foreign_hint := hint(key, nested=True)):
         return foreign_hint
-    matches = matches or [k for k, (leaves, names) in similarity.items() if leaves > 0.5 and names > 0.7]
+    matches = matches or [
+        k for k, (leaves, names) in similarity.items() if leaves > 0.5 and names > 0.7
+    ]
     matches = matches or [k for k, (leaves, _) in similarity.items() if leaves > 0.7]
     matches = matches or [k for k in keys if k == section]  # a name below a leaf
     if matches:
@@ -94,7 +96,10 @@ def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
             yield from _walk(value, f"{prefix}{field.name}.")
         else:
             doc = docs.get(field.name, "")
-            yield prefix + field.name, Key(hints[field.name], value, doc, field.metadata.get("allowed"))
+            yield (
+                prefix + field.name,
+                Key(hints[field.name], value, doc, field.metadata.get("allowed")),
+            )
 
 
 def _field_docs(section: type) -> dict[str, str]:
@@ -105,6 +110,8 @@ def _field_docs(section: type) -> dict[str, str]:
     assert isinstance(parsed, ast.ClassDef)
     for statement, below in pairwise(parsed.body):
         match statement, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(doc))
+            ):
                 docs[name] = " ".join(doc.split())
     return docs

@@ -52,12 +52,20 @@ _LIST_NAMES = {
     str: "a list of strings, such as [a, b]",
     dict[str, Any]: "a list of mappings, such as [{function: math}]",
 }
-_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
+_TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "a mapping",
+}
 
 ConfigStore.instance().store(name=SCHEMA_NAME, node={})
 
 
-def load_config(config_name: str, overrides: Sequence[str] = (), further: Sequence[Rule] = ()) -> Config:
+def load_config(
+    config_name: str, overrides: Sequence[str] = (), further: Sequence[Rule] = ()
+) -> Config:
     """Compose, type-check, normalise and validate one run's configuration.
 
     Args:
@@ -109,7 +117,10 @@ def changed_keys(config: Config, path: "Path | UPath") -> list[str]:
     for key in config_keys():
         old_value, new_value = OmegaConf.select(old, key), OmegaConf.select(new, key)
         if old_value != new_value:
-            old_text, new_text = textwrap.shorten(shown(old_value), 200), textwrap.shorten(shown(new_value), 200)
+            old_text, new_text = (
+                textwrap.shorten(shown(old_value), 200),
+                textwrap.shorten(shown(new_value), 200),
+            )
             changes.append(f"{key}: {old_text} → {new_text}")
     return changes
 
@@ -123,7 +134,8 @@ def _is_config(path: Path) -> bool:
     """Return whether a file has a defaults list, as every config does."""
     return (
         os.path.isfile(path)
-        and re.search("^defaults:", path.read_text(encoding="utf-8", errors="ignore"), re.MULTILINE) is not None
+        and re.search("^defaults:", path.read_text(encoding="utf-8", errors="ignore"), re.MULTILINE)
+        is not None
     )
 
 
@@ -142,8 +154,12 @@ def _find(config_name: str) -> Path:
     if named.name != config_name:  # a path, not a bare name
         path = named.with_name(named.name.removesuffix(".yaml") + ".yaml")
         if not os.path.isfile(path):
-            file_names = sorted(file.name for file in path.parent.glob("*.yaml") if os.path.isfile(file))
-            hint = f"its folder has {', '.join(file_names) or 'none'};{nearest(path.name, file_names)}".rstrip(";")
+            file_names = sorted(
+                file.name for file in path.parent.glob("*.yaml") if os.path.isfile(file)
+            )
+            hint = f"its folder has {', '.join(file_names) or 'none'};{nearest(path.name, file_names)}".rstrip(
+                ";"
+            )
             raise ConfigError(f"config {config_name!r}: no such .yaml file; {hint}")
         return path.resolve()
     name = config_name.removesuffix(".yaml")
@@ -155,17 +171,21 @@ def _find(config_name: str) -> Path:
     ):
         if path and os.path.isfile(path):
             return path.resolve()
-    config_names = sorted({*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))})
+    config_names = sorted(
+        {*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))}
+    )
     if algorithm_hint := ALGORITHM_HINTS.get(name.lower()):
         raise ConfigError(
-            f"config {config_name!r}: is no config but an algorithm: {algorithm_hint}; name a config, such as toy-grpo-cpu"
+            f"config {config_name!r}: is no config but an algorithm: {algorithm_hint}; name a "
+            "config, such as toy-grpo-cpu"
         )
     likely = [candidate for candidate in config_names if candidate.startswith(f"{name}-")]
     # One for CPUs runs everywhere.
     likely = [candidate for candidate in likely if candidate.endswith("-cpu")] or likely
     hint = did_you_mean(likely[:1]) or nearest(name, config_names)
     raise ConfigError(
-        f"config {config_name!r}: not in {EXAMPLES_DIR} or {Path.cwd()};{hint} there are: {', '.join(config_names)}"
+        f"config {config_name!r}: not in {EXAMPLES_DIR} or {Path.cwd()};{hint} there are: "
+        f"{', '.join(config_names)}"
     )
 
 
@@ -178,28 +198,43 @@ def _compose(path: Path) -> dict[str, Any]:
     # A defaults list may name examples from any folder.
     folders = sorted({f"file://{example.parent}" for example in examples().values()})
     try:
-        with warnings.catch_warnings(), initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
+        with (
+            warnings.catch_warnings(),
+            initialize_config_dir(config_dir=str(path.parent), version_base="1.3"),
+        ):
             # Without `_self_` the file itself comes last, which is the order that we want.
             warnings.filterwarnings("ignore", "(?s).*Defaults list is missing `_self_`")
             config = compose(path.stem, overrides=[f"hydra.searchpath={folders}"])
     except MissingConfigException as error:
         name = str(error.missing_cfg_file).removesuffix(".yaml")
-        config_names = sorted({*examples(), *(file.stem for file in path.parent.glob("*.yaml"))} - {path.stem})
-        hint = f"there are {', '.join(config_names)}, and those in its folder;{nearest(name, config_names)}".rstrip(";")
+        config_names = sorted(
+            {*examples(), *(file.stem for file in path.parent.glob("*.yaml"))} - {path.stem}
+        )
+        hint = f"there are {', '.join(config_names)}, and those in its folder;{nearest(name, config_names)}".rstrip(
+            ";"
+        )
         raise ConfigError(f"{path}: defaults: no config {name!r}; {hint}") from error
     # Hydra follows a circle of defaults until the stack overflows.
     except RecursionError as error:
-        hint = f"rename it if it builds on our {path.stem!r}" if path.stem in examples() else "take the circle out"
+        hint = (
+            f"rename it if it builds on our {path.stem!r}"
+            if path.stem in examples()
+            else "take the circle out"
+        )
         raise ConfigError(f"{path}: defaults: they lead back to this file; {hint}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        where = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        where = (
+            f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        )
         tab = "; indent with blanks" if "\\t" in str(error.problem) else "; write it as YAML"
         raise ConfigError(f"{where}: {error.problem}{tab}") from error
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         reason = " ".join(str(error).split()) or " ".join(str(error.__cause__).split())
         if isinstance(error, UnicodeDecodeError):
-            raise ConfigError(f"{path}: is not UTF-8 ({error.reason}); write it as YAML in UTF-8") from error
+            raise ConfigError(
+                f"{path}: is not UTF-8 ({error.reason}); write it as YAML in UTF-8"
+            ) from error
         hint = (
             "; write keys with values, such as defaults: [toy-grpo-cpu]"
             if re.search("defaults|DictConfig", reason)
@@ -237,7 +272,9 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
         except OmegaConfBaseException as error:  # an interpolation
             reason = str(error).splitlines()[0]
             target = re.search("key '(.+)' not found", reason)
-            problems[key] = f"{key}: {reason};{suggestion(target[1])}" if target else f"{key}: {reason}"
+            problems[key] = (
+                f"{key}: {reason};{suggestion(target[1])}" if target else f"{key}: {reason}"
+            )
     return list(problems.values())
 
 
@@ -259,7 +296,9 @@ def shown(value: Any) -> str:
 def type_name(annotation: Any) -> str:
     """Return the name of a type for messages, such as "a list of integers, such as [1, 2]"."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join("null" if arg is type(None) else type_name(arg) for arg in get_args(annotation))
+        return " or ".join(
+            "null" if arg is type(None) else type_name(arg) for arg in get_args(annotation)
+        )
     if get_origin(annotation) is list:
         return _LIST_NAMES[get_args(annotation)[0]]
     return _TYPE_NAMES[get_origin(annotation) or annotation]
@@ -275,10 +314,13 @@ def with_texts(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name, value in kwargs.items():
         if isinstance(value, str) and value.startswith("@"):
             path = Path(os.path.expanduser(value[1:]))
-            file = next((place for place in (path, EXAMPLES_DIR / path) if os.path.isfile(place)), None)
+            file = next(
+                (place for place in (path, EXAMPLES_DIR / path) if os.path.isfile(place)), None
+            )
             if file is None:
                 raise ConfigError(
-                    f"rollout.env_kwargs.{name}: no file {value[1:]!r}, here or in {EXAMPLES_DIR}; give a path"
+                    f"rollout.env_kwargs.{name}: no file {value[1:]!r}, here or in {EXAMPLES_DIR}; "
+                    "give a path"
                 )
             texts[name] = file.read_text(encoding="utf-8", errors="replace")
     return texts
@@ -288,7 +330,11 @@ def _absolute(path: str, folder: Path | None = None) -> str:
     """Return an absolute path: in the working folder, or in `folder` if it exists only there."""
     in_working_folder = Path(os.path.expanduser(path)).absolute()
     in_folder = folder / os.path.expanduser(path) if folder else in_working_folder
-    return str(in_folder if os.path.exists(in_folder) and not os.path.exists(in_working_folder) else in_working_folder)
+    return str(
+        in_folder
+        if os.path.exists(in_folder) and not os.path.exists(in_working_folder)
+        else in_working_folder
+    )
 
 
 def _collect_code(config: Config, folders: Sequence[str]) -> None:
@@ -308,7 +354,9 @@ def _collected(value: Any, folders: Sequence[str], files: dict[str, str]) -> Any
         return [_collected(element, folders, files) for element in value]
     if isinstance(value, dict):
         return value | {"function": _collected(value.get("function"), folders, files)}
-    return collect_code(value, folders, files) if isinstance(value, str) and is_code(value) else value
+    return (
+        collect_code(value, folders, files) if isinstance(value, str) and is_code(value) else value
+    )
 
 
 def _normalise(config: Config, folder: Path) -> None:
@@ -319,7 +367,9 @@ def _normalise(config: Config, folder: Path) -> None:
     algorithm = config.algorithm
     # YAML's true arrives as "True"
     algorithm.recompute_logprobs = algorithm.recompute_logprobs.lower()
-    algorithm.kl_penalty_type = KL_ALIASES.get(algorithm.kl_penalty_type or "", algorithm.kl_penalty_type)
+    algorithm.kl_penalty_type = KL_ALIASES.get(
+        algorithm.kl_penalty_type or "", algorithm.kl_penalty_type
+    )
     with_presets(algorithm)
     rollout = config.rollout
     rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
@@ -333,13 +383,18 @@ def _normalise(config: Config, folder: Path) -> None:
             sampling.max_new_tokens = max(1, remaining)
     # Workers may have another working folder. A model that is no folder here is a name on the hub.
     model = rollout.model
-    if model.model_path not in ("", *TOYS) and os.path.isdir(path := _absolute(model.model_path, folder)):
+    if model.model_path not in ("", *TOYS) and os.path.isdir(
+        path := _absolute(model.model_path, folder)
+    ):
         model.model_path = path
     for name in ("resume_dir", "checkpoint_dir"):
         if (path := getattr(config.runner, name)) not in (None, "auto") and "://" not in path:
             setattr(config.runner, name, _absolute(path))
     for paths in (config.data.train_data_paths, config.data.val_data_paths):
-        paths[:] = [path if path in ("", *TOYS) or "://" in path else _absolute(path, folder) for path in paths]
+        paths[:] = [
+            path if path in ("", *TOYS) or "://" in path else _absolute(path, folder)
+            for path in paths
+        ]
     if config.data.image_root is not None:
         config.data.image_root = _absolute(config.data.image_root, folder)
     config.runner.output_dir = os.path.expanduser(config.runner.output_dir)

@@ -26,7 +26,9 @@ _DELETES = re.compile(r"~[\w.]+$")
 _PLAIN = re.compile(r"[\w./:+%@-]+", re.ASCII)
 
 
-def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str, Any]]) -> list[str]:
+def apply_overrides(
+    written: dict[str, Any], overrides: Sequence[str | tuple[str, Any]]
+) -> list[str]:
     """Apply overrides in place: first the texts, then the pairs (key, value).
 
     A section given as a mapping is merged; everything else is replaced. Changing a key that has
@@ -37,7 +39,10 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
     """
     problems, set_keys = [], set[str]()
     # Values before the overrides, to find the choices that they change.
-    chosen = {key: written.get(f"algorithm.{key}", config_keys()[f"algorithm.{key}"].default) for key in PRESETS}
+    chosen = {
+        key: written.get(f"algorithm.{key}", config_keys()[f"algorithm.{key}"].default)
+        for key in PRESETS
+    }
     for words in _expanded(list(_groups([text for text in overrides if isinstance(text, str)]))):
         text = words[0]
         if text in ("--multirun", "-m"):
@@ -47,7 +52,9 @@ def apply_overrides(written: dict[str, Any], overrides: Sequence[str | tuple[str
             fixed = _corrected(_joined(words))
             further_words = ", ".join(map(repr, words[1:]))
             hint = (
-                f"; write {fixed}" if fixed else "; write key=value, in quotes where a blank, a bracket or a comma is"
+                f"; write {fixed}"
+                if fixed
+                else "; write key=value, in quotes where a blank, a bracket or a comma is"
             )
             problems.append(f"override {text!r}: {further_words} came as separate arguments{hint}")
             continue
@@ -137,7 +144,11 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
     for word in words:
         # Inside brackets a word continues the override, whatever it looks like.
         is_open = group and _depth(" ".join(group)) > 0
-        if group and not is_open and (_BEGINS.match(word) or _DELETES.match(word) or word in config_keys()):
+        if (
+            group
+            and not is_open
+            and (_BEGINS.match(word) or _DELETES.match(word) or word in config_keys())
+        ):
             yield group
             group = []
         group.append(word)
@@ -155,7 +166,9 @@ def _expanded(groups: list[list[str]]) -> Iterator[list[str]]:
     while groups:
         words = groups.pop(0)
         key, _, value = words[0].partition("=")
-        takes_braces = key in config_sections() or (key in config_keys() and "dict" in str(config_keys()[key].type))
+        takes_braces = key in config_sections() or (
+            key in config_keys() and "dict" in str(config_keys()[key].type)
+        )
         while takes_braces and re.match(r"\[?\w[\w.]*:", value) and groups:
             if not groups[0][0].startswith(f"{key}=") or ":" not in groups[0][0]:
                 break
@@ -169,7 +182,11 @@ def _joined(words: Sequence[str]) -> str:
     if all(word.startswith(f"{key}=") for word in words):  # the shell has expanded braces
         parts = [word.removeprefix(f"{key}=").replace(":", ": ", 1) for word in words]
         bare = [part.strip("[]") for part in parts]
-        return f"{key}=[{{{', '.join(bare)}}}]" if parts[0] != bare[0] else f"{key}={{{', '.join(parts)}}}"
+        return (
+            f"{key}=[{{{', '.join(bare)}}}]"
+            if parts[0] != bare[0]
+            else f"{key}={{{', '.join(parts)}}}"
+        )
     return f"{key}={' '.join(part for part in (value, *words[1:]) if part not in ('', '='))}"
 
 
@@ -186,7 +203,9 @@ def _corrected(text: str) -> str | None:
         return None
     if isinstance(read, str) and "list" in annotation and "," in read:
         read = [part.strip() for part in read.split(",")]
-    if isinstance(read, str) and not (_PLAIN.fullmatch(read) or "str" in annotation or any(_under(key))):
+    if isinstance(read, str) and not (
+        _PLAIN.fullmatch(read) or "str" in annotation or any(_under(key))
+    ):
         return None
     fixed = f"{key}={_value(read)}"
     try:

@@ -113,10 +113,14 @@ class Placement:
                 continue
             users: dict[int, list[tuple[str, int]]] = {}
             for slot in slots:
-                users[slot] = [component[slot] for component in (ranks, engines) if slot in component]
+                users[slot] = [
+                    component[slot] for component in (ranks, engines) if slot in component
+                ]
             texts = []
             # Neighbouring slots with the same kinds of users are one entry.
-            for kinds, run in groupby(slots, key=lambda slot, users=users: [kind for kind, _ in users[slot]]):
+            for kinds, run in groupby(
+                slots, key=lambda slot, users=users: [kind for kind, _ in users[slot]]
+            ):
                 run_slots = list(run)
                 user_texts = []
                 for i, kind in enumerate(kinds):
@@ -125,13 +129,18 @@ class Placement:
                 texts.append(f"{ranges(run_slots)}: {' and '.join(user_texts) or 'free'}")
             name = f" ({names[node]})" if names else ""
             lines.append(f"node {node}{name}: slots {'; '.join(texts)}")
-        return "\n".join([*lines, *([f"free: node{'s' * (len(free) > 1)} {ranges(free)}"] if free else [])])
+        return "\n".join(
+            [*lines, *([f"free: node{'s' * (len(free) > 1)} {ranges(free)}"] if free else [])]
+        )
 
 
 def check_context(ranks: int, size: int) -> None:
     """Raise ConfigError unless `size` ranks that share their rows divide the actor ranks."""
     if ranks % size:
-        raise ConfigError(f"actor.context_parallel_size: {size} does not divide the {ranks} slots of actor in {_KEY}")
+        raise ConfigError(
+            f"actor.context_parallel_size: {size} does not divide the {ranks} slots of actor in "
+            f"{_KEY}"
+        )
 
 
 def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
@@ -145,7 +154,8 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
     tp, context = config.rollout.tensor_parallel_size, config.actor.context_parallel_size
     if not any(nodes):
         raise ConfigError(
-            f"{_KEY}: no slots: the cluster has none of cluster.device; set that to cpu, or start Ray where there are GPUs"
+            f"{_KEY}: no slots: the cluster has none of cluster.device; set that to cpu, or start "
+            "Ray where there are GPUs"
         )
     if (mode := named["actor"].text) in MODES:
         actor, rollout = _halves(mode, nodes, tp, context)
@@ -155,12 +165,16 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
         ranks += _slots("actor", named["actor"], part, nodes)
     engines: list[tuple[int, ...]] = []
     for part in named["rollout"].parts:
-        engines += _engines(_slots("rollout", named["rollout"], part, nodes), part.processes, tp, nodes)
+        engines += _engines(
+            _slots("rollout", named["rollout"], part, nodes), part.processes, tp, nodes
+        )
     # Ranks follow the slots' order, whatever the order of the parts.
     placement = Placement(tuple(sorted(ranks)), tuple(engines), tuple(nodes), context)
     if config.cluster.elastic_rollout and placement.shared:
         raise ConfigError(_ELASTIC_SHARES)
-    if config.rollout.rollout_backend == "torch" and (large := [engine for engine in engines if len(engine) > 1]):
+    if config.rollout.rollout_backend == "torch" and (
+        large := [engine for engine in engines if len(engine) > 1]
+    ):
         raise ConfigError(
             f"{_KEY}: an engine with slots {ranges(large[0])}, but rollout.rollout_backend is "
             "torch, whose engines have one; set sglang, or as many engines as slots"
@@ -216,10 +230,15 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, Entry]:
         for component in (name.strip() for name in str(names).split(",") if value is not None):
             if component not in COMPONENTS:
                 hint = nearest(component, COMPONENTS)
-                raise ConfigError(f"{_KEY}: unknown component {component!r}; components are actor and rollout;{hint}")
+                raise ConfigError(
+                    f"{_KEY}: unknown component {component!r}; components are actor and "
+                    f"rollout;{hint}"
+                )
             if component in keys:
                 both = f"by {keys[component]!r} and by {names!r}"
-                raise ConfigError(f"{_KEY}: '{component}' is placed twice, {both}; set one of the two to null")
+                raise ConfigError(
+                    f"{_KEY}: '{component}' is placed twice, {both}; set one of the two to null"
+                )
             keys[component] = names
             entries[component] = _parse_entry(f"{_KEY}: '{names}: {value}'", str(value))
     for component in COMPONENTS:
@@ -231,7 +250,8 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, Entry]:
     texts = {component: entries[component].text for component in COMPONENTS}
     if any(text in MODES for text in texts.values()) and len(set(texts.values())) > 1:
         raise ConfigError(
-            f"{_KEY}: {dict(component_placement)} gives a mode to one component; a mode places both, as in {_KEY}={MODES[1]}"
+            f"{_KEY}: {dict(component_placement)} gives a mode to one component; a mode places "
+            f"both, as in {_KEY}={MODES[1]}"
         )
     return {component: entries[component] for component in COMPONENTS}
 
@@ -244,7 +264,8 @@ def check_placement(config: Config) -> None:
         check_context(len(ranks), max(1, config.actor.context_parallel_size))
     if any(part.processes not in (None, len(part.numbers or ())) for part in named["actor"].parts):
         raise ConfigError(
-            f"{_KEY}: 'actor: {named['actor'].text}' shares slots out; each actor rank has one: leave ':…' out"
+            f"{_KEY}: 'actor: {named['actor'].text}' shares slots out; each actor rank has one: "
+            "leave ':…' out"
         )
     if config.cluster.elastic_rollout and shares_slots(config.cluster.component_placement):
         raise ConfigError(_ELASTIC_SHARES)
@@ -280,9 +301,12 @@ def shares_slots(component_placement: Mapping[str, Any]) -> bool:
         return False
     actor_nodes = [part.numbers for part in actor.parts]
     rollout_nodes = [part.numbers for part in rollout.parts]
-    share_node = any(a is None or b is None or set(a) & set(b) for a in actor_nodes for b in rollout_nodes)
+    share_node = any(
+        a is None or b is None or set(a) & set(b) for a in actor_nodes for b in rollout_nodes
+    )
     return share_node and (
-        None in (actor.within, rollout.within) or bool(set(actor.within or ()) & set(rollout.within or ()))
+        None in (actor.within, rollout.within)
+        or bool(set(actor.within or ()) & set(rollout.within or ()))
     )
 
 
@@ -292,14 +316,19 @@ def described(nodes: Sequence[int]) -> str:
         return f"the cluster has {nodes[0]}, numbered 0 to {nodes[0] - 1}"
     if len(set(nodes)) == 1 and len(nodes) > 4:
         return f"the cluster has {len(nodes)} nodes of {nodes[0]} slots each, numbered 0 to {sum(nodes) - 1}"
-    each = ", ".join(f"node {node} with slots {ranges(slots)}" for node, slots in enumerate(_slots_of(nodes)))
+    each = ", ".join(
+        f"node {node} with slots {ranges(slots)}" for node, slots in enumerate(_slots_of(nodes))
+    )
     return f"the cluster has {len(nodes)} nodes: {each}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as text, such as "0-3,6"."""
     # Consecutive numbers differ from their index by the same amount.
-    runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
+    runs = [
+        list(run)
+        for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ]
     return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
@@ -314,14 +343,18 @@ def _slots_of(nodes: Sequence[int]) -> list[range]:
     return [range(end - size, end) for end, size in zip(accumulate(nodes), nodes, strict=True)]
 
 
-def _halves(mode: str, nodes: Sequence[int], tp: int, context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _halves(
+    mode: str, nodes: Sequence[int], tp: int, context: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the slots of actor and of rollout in a mode."""
     n = sum(nodes)
     if mode == "collocated":
         return tuple(range(n)), tuple(range(n))
     if len(nodes) > 1:
         if mode == "single_node_split":
-            hint = "write disaggregated, or {actor: nodes all slots 0-3, rollout: nodes all slots 4-7}"
+            hint = (
+                "write disaggregated, or {actor: nodes all slots 0-3, rollout: nodes all slots 4-7}"
+            )
             raise ConfigError(f"{_KEY}: {mode} is for one node, and {described(nodes)}; {hint}")
         boundary = sum(nodes[: len(nodes) // 2])
         return tuple(range(boundary)), tuple(range(boundary, n))
@@ -343,21 +376,28 @@ def _slots(component: str, entry: Entry, part: _Part, nodes: Sequence[int]) -> l
     if not entry.of_nodes:
         chosen = list(range(sum(nodes)) if part.numbers is None else part.numbers)
         if max(chosen) >= sum(nodes):
-            raise ConfigError(f"{_KEY}: '{component}' wants slot {max(chosen)}, but {described(nodes)}")
+            raise ConfigError(
+                f"{_KEY}: '{component}' wants slot {max(chosen)}, but {described(nodes)}"
+            )
         return chosen
     chosen = []
     for node in range(len(nodes)) if part.numbers is None else part.numbers:
         if node >= len(nodes):
-            raise ConfigError(f"{_KEY}: '{component}' wants node {node}, numbered from 0, but {described(nodes)}")
+            raise ConfigError(
+                f"{_KEY}: '{component}' wants node {node}, numbered from 0, but {described(nodes)}"
+            )
         if entry.within and entry.within[-1] >= nodes[node]:
             raise ConfigError(
-                f"{_KEY}: '{component}' wants slot {entry.within[-1]} of node {node}, which has {nodes[node]}, numbered from 0"
+                f"{_KEY}: '{component}' wants slot {entry.within[-1]} of node {node}, which has "
+                f"{nodes[node]}, numbered from 0"
             )
         chosen += [node_slots[node][slot] for slot in entry.within or range(nodes[node])]
     return chosen
 
 
-def _engines(slots: Sequence[int], processes: int | None, tp: int, nodes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _engines(
+    slots: Sequence[int], processes: int | None, tp: int, nodes: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
     """Yield the slots of each engine of a part: `processes` engines, or engines of `tp` slots, node
     by node."""
     if processes is not None:
@@ -398,17 +438,31 @@ def _parse_entry(entry: str, written: str) -> Entry:
         first = sum(part.processes or 0 for part in parts)
         if engine_numbers and engine_numbers != tuple(range(first, first + len(engine_numbers))):
             raise ConfigError(
-                f"{entry}: {processes!r} behind ':' numbers engines; they count on from {first}, each once"
+                f"{entry}: {processes!r} behind ':' numbers engines; they count on from {first}, "
+                "each once"
             )
-        parts.append(_Part(None if numbers == "all" else _numbers(entry, numbers), len(engine_numbers) or None))
+        parts.append(
+            _Part(
+                None if numbers == "all" else _numbers(entry, numbers), len(engine_numbers) or None
+            )
+        )
     chosen = [number for part in parts for number in part.numbers or ()]
-    if len(set(chosen)) < len(chosen) or (len(parts) > 1 and any(part.numbers is None for part in parts)):
+    if len(set(chosen)) < len(chosen) or (
+        len(parts) > 1 and any(part.numbers is None for part in parts)
+    ):
         raise ConfigError(f"{entry} names a {'node' if of_nodes else 'slot'} twice; name each once")
     plain = [part for part in parts if part.processes is None and part.numbers is not None]
     if len(plain) > 1:  # one list of slots, whatever engines are made of it
         parts = [part for part in parts if part not in plain]
-        parts.append(_Part(tuple(sorted(number for part in plain for number in part.numbers or ()))))
-    return Entry(text, tuple(parts), bool(of_nodes), _numbers(entry, within.replace(" ", "")) if slots else None)
+        parts.append(
+            _Part(tuple(sorted(number for part in plain for number in part.numbers or ())))
+        )
+    return Entry(
+        text,
+        tuple(parts),
+        bool(of_nodes),
+        _numbers(entry, within.replace(" ", "")) if slots else None,
+    )
 
 
 def _numbers(entry: str, text: str) -> tuple[int, ...]:
@@ -423,7 +477,9 @@ def _numbers(entry: str, text: str) -> tuple[int, ...]:
                 f"0-1', 'nodes all slots 0-3'), nor one of {', '.join(MODES)}"
             )
         if last >= _MAX_SLOTS:
-            raise ConfigError(f"{entry} names a slot that no cluster has; slots are numbered from 0")
+            raise ConfigError(
+                f"{entry} names a slot that no cluster has; slots are numbered from 0"
+            )
         if numbers & set(range(first, last + 1)):
             raise ConfigError(f"{entry} names a slot twice; name each once")
         numbers |= set(range(first, last + 1))

@@ -15,7 +15,11 @@ from rlinf_vl.config.schema import AlgorithmConfig
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "loss_type": {
         "actor": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
-        "gspo": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_func": "seq-mean-token-mean"},
+        "gspo": {
+            "clip_ratio_low": 3e-4,
+            "clip_ratio_high": 4e-4,
+            "loss_agg_func": "seq-mean-token-mean",
+        },
         "cispo": {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, "clip_ratio_c": None},
         "sapo": {
             "clip_ratio_low": None,
@@ -51,7 +55,11 @@ def with_presets(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     `adv_type`."""
     presets = [values.get(getattr(algorithm, key), {}) for key, values in PRESETS.items()]
     # The first value for a key wins, because later presets find it set.
-    for preset in (*presets, _DEFAULTS, {} if algorithm.loss_type in PRESETS["loss_type"] else _CLIP_OF_CODE):
+    for preset in (
+        *presets,
+        _DEFAULTS,
+        {} if algorithm.loss_type in PRESETS["loss_type"] else _CLIP_OF_CODE,
+    ):
         for name, value in preset.items():
             if getattr(algorithm, name) is None:
                 setattr(algorithm, name, value)

@@ -21,9 +21,15 @@ _QUESTION_COLUMNS = ("id", "problem", "images", "answer")
 _QUESTION_ROWS = {"train": 5840, "val": 152}
 TOYS = {
     "toy": ToyEntry("rlinf_vl.toy.drawings:TOY", _QUESTION_COLUMNS, _QUESTION_ROWS),
-    "toy-maze": ToyEntry("rlinf_vl.toy.maze:TOY", ("id", "problem", "maze", "answer"), {"train": 4096, "val": 192}),
+    "toy-maze": ToyEntry(
+        "rlinf_vl.toy.maze:TOY", ("id", "problem", "maze", "answer"), {"train": 4096, "val": 192}
+    ),
     "toy-tool": ToyEntry("rlinf_vl.toy.rectangle_tool:TOY", _QUESTION_COLUMNS, _QUESTION_ROWS),
     # The data of `toy` with models of other families.
-    "toy-qwen3_5": ToyEntry("rlinf_vl.toy.drawings:QWEN3_5", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_5"),
-    "toy-qwen3_vl_moe": ToyEntry("rlinf_vl.toy.drawings:MOE", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_vl_moe"),
+    "toy-qwen3_5": ToyEntry(
+        "rlinf_vl.toy.drawings:QWEN3_5", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_5"
+    ),
+    "toy-qwen3_vl_moe": ToyEntry(
+        "rlinf_vl.toy.drawings:MOE", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_vl_moe"
+    ),
 }

@@ -48,7 +48,12 @@ class Ahead:
     """
 
     def __init__(
-        self, config: Config, pool: Pool, data: RunData, log: RunLog, sync: Callable[[int], dict[str, float]]
+        self,
+        config: Config,
+        pool: Pool,
+        data: RunData,
+        log: RunLog,
+        sync: Callable[[int], dict[str, float]],
     ) -> None:
         """`sync` sends the learner's weights to all engines, as this version; returns its
         metrics."""
@@ -71,7 +76,10 @@ class Ahead:
 
     def draw(self, step: int) -> SelectedGroups:
         """Wait for the groups that this step trains on, and request those of later steps."""
-        batch_size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling
+        batch_size, dynamic = (
+            self._config.data.rollout_batch_size,
+            self._config.algorithm.dynamic_sampling,
+        )
         self.buffer.receive_all()
         # Measured before this step waits: how far generation is ahead of training.
         buffer_metrics = {
@@ -80,7 +88,9 @@ class Ahead:
         }
         self.buffer.request(step, self._n_requests_before(step))
         rounds, tied_groups = 1, list[PendingGroup]()
-        while (selected := self._select(step, tied_groups, last_round=rounds >= dynamic.max_rounds)) is None:
+        while (
+            selected := self._select(step, tied_groups, last_round=rounds >= dynamic.max_rounds)
+        ) is None:
             if self.buffer.in_flight:
                 self.buffer.receive()
             else:
@@ -88,10 +98,14 @@ class Ahead:
                 # next ones are useful as of those so far, this number fills the batch.
                 n_useful = len(self.buffer.groups)
                 n_sampled = n_useful + len(tied_groups)
-                n_expected = math.ceil((batch_size - n_useful) * max(1, n_sampled) / max(1, n_useful))
+                n_expected = math.ceil(
+                    (batch_size - n_useful) * max(1, n_sampled) / max(1, n_useful)
+                )
                 self.buffer.request(step, min(batch_size, n_expected))
                 rounds += 1
-        metrics: dict[str, float] = {"data/epoch": min(group.epoch for group in [*selected, *tied_groups])}
+        metrics: dict[str, float] = {
+            "data/epoch": min(group.epoch for group in [*selected, *tied_groups])
+        }
         all_tied, all_selected = set(tied_groups), set(selected)
         tied_and_selected = [group for group in selected if group in all_tied]
         dropped = [group for group in tied_groups if group not in all_selected]
@@ -103,7 +117,10 @@ class Ahead:
             self.buffer.remove(surplus)
             dropped += surplus
         if dynamic.enable:
-            metrics |= {"rollout/rounds": rounds, "rollout/generated_groups": len(selected) + len(dropped)}
+            metrics |= {
+                "rollout/rounds": rounds,
+                "rollout/generated_groups": len(selected) + len(dropped),
+            }
             metrics["rollout/tied_groups_trained"] = len(tied_and_selected)
         if tied_and_selected:
             message = (
@@ -117,7 +134,10 @@ class Ahead:
         dropped_results = _finished_by_label(dropped)
         if self._schedule != "sync":
             idle_s = self.buffer.idle_s
-            metrics |= buffer_metrics | {"schedule/dropped": len(stale), "schedule/engines_waited": idle_s}
+            metrics |= buffer_metrics | {
+                "schedule/dropped": len(stale),
+                "schedule/engines_waited": idle_s,
+            }
             summaries = [summary for _, (summary, _) in selected_results]
             metrics |= staleness(summaries, step, self._staleness)
             self.buffer.idle_s = 0.0
@@ -133,7 +153,9 @@ class Ahead:
     def trained(self) -> list[list[int]]:
         """Return the groups that are left when a step is trained: (step and number of its id, row,
         epoch) of each. A checkpoint keeps them, to request them again."""
-        pending = [[*group.label, group.task.row, group.epoch] for group in self.buffer.groups.values()]
+        pending = [
+            [*group.label, group.task.row, group.epoch] for group in self.buffer.groups.values()
+        ]
         return pending + [list(fields) for fields in self.buffer.backlog]
 
     def sync(self, version: int) -> dict[str, float]:
@@ -166,7 +188,11 @@ class Ahead:
 
     def _n_in_flight_due(self, step: int) -> int:
         """Return how many groups in flight must be trained by this step."""
-        return sum(n for version, n in self.buffer.in_flight_by_version.items() if self._due_of(version) <= step)
+        return sum(
+            n
+            for version, n in self.buffer.in_flight_by_version.items()
+            if self._due_of(version) <= step
+        )
 
     def _n_requests_before(self, step: int) -> int:
         """Return how many groups to request when this step begins to wait."""
@@ -193,17 +219,24 @@ class Ahead:
         # With `weight_sync_interval` above 1 the engines' weights can be older than the step
         # before.
         versions_behind = step - 1 - self.buffer.engine_version
-        steps = min(self._staleness + 1 - versions_behind, self._data.total_steps - step + 1) - selected
+        steps = (
+            min(self._staleness + 1 - versions_behind, self._data.total_steps - step + 1) - selected
+        )
         return steps * self._config.data.rollout_batch_size - len(self.buffer.groups)
 
-    def _select(self, step: int, tied_groups: list[PendingGroup], last_round: bool) -> list[PendingGroup] | None:
+    def _select(
+        self, step: int, tied_groups: list[PendingGroup], last_round: bool
+    ) -> list[PendingGroup] | None:
         """Return the groups to train on, or None if too few have finished.
 
         With dynamic sampling, groups that tie move to `tied_groups`; in the last round they fill up
         the batch. This is called for every group that arrives, so it only counts until enough have
         finished.
         """
-        batch_size, dynamic = self._config.data.rollout_batch_size, self._config.algorithm.dynamic_sampling.enable
+        batch_size, dynamic = (
+            self._config.data.rollout_batch_size,
+            self._config.algorithm.dynamic_sampling.enable,
+        )
         in_flight = self.buffer.in_flight
         if in_flight and (self._schedule == "sync" or self.buffer.n_finished < batch_size):
             return None
@@ -216,12 +249,21 @@ class Ahead:
         fill_with_tied = dynamic and last_round and not in_flight and len(tied_groups) >= n_missing
         if n_missing > 0 and not fill_with_tied:
             return None
-        if in_flight and self._config.runner.stale_groups == "wait" and not self._remainder_is_in_time(step):
+        if (
+            in_flight
+            and self._config.runner.stale_groups == "wait"
+            and not self._remainder_is_in_time(step)
+        ):
             return None
         finished = (group for group in self.buffer.groups.values() if group.result)
         # The label breaks ties, so that the choice doesn't depend on the order of arrival.
-        selected = heapq.nsmallest(batch_size, finished, key=lambda group: (self._due(group), group.label))
-        return selected + sorted(tied_groups, key=lambda group: group.label)[: batch_size - len(selected)]
+        selected = heapq.nsmallest(
+            batch_size, finished, key=lambda group: (self._due(group), group.label)
+        )
+        return (
+            selected
+            + sorted(tied_groups, key=lambda group: group.label)[: batch_size - len(selected)]
+        )
 
     def _remainder_is_in_time(self, step: int) -> bool:
         """Return whether the groups that this step leaves, having trained on those that are due
@@ -251,9 +293,15 @@ class Ahead:
         return stale
 
 
-def _finished_by_label(groups: Sequence[PendingGroup]) -> list[tuple[Task, tuple[GroupSummary, ray.ObjectRef]]]:
+def _finished_by_label(
+    groups: Sequence[PendingGroup],
+) -> list[tuple[Task, tuple[GroupSummary, ray.ObjectRef]]]:
     """Return task and result of each finished group, in the order of their ids."""
-    return [(group.task, group.result) for group in sorted(groups, key=lambda group: group.label) if group.result]
+    return [
+        (group.task, group.result)
+        for group in sorted(groups, key=lambda group: group.label)
+        if group.result
+    ]
 
 
 def staleness(summaries: Sequence[GroupSummary], step: int, max_staleness: int) -> dict[str, float]:
@@ -271,5 +319,7 @@ def staleness(summaries: Sequence[GroupSummary], step: int, max_staleness: int) 
     metrics = {"schedule/staleness_mean": mean, "schedule/staleness_max": float(max(groups))}
     for kind, counts in (("groups", groups), ("tokens", tokens)):
         for behind_by in range(max_staleness + 1):
-            metrics[f"schedule/{kind}_{behind_by}_behind"] = counts[behind_by] / max(1, counts.total())
+            metrics[f"schedule/{kind}_{behind_by}_behind"] = counts[behind_by] / max(
+                1, counts.total()
+            )
     return metrics

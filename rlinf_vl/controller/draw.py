@@ -29,7 +29,9 @@ def make_tasks(
 
     def stream_seed(*parts: object) -> int:
         # A digest, as `hash` differs from one process to the next.
-        return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(
+            hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little"
+        )
 
     tasks = []
     for k, row in enumerate(rows, first):
@@ -49,7 +51,10 @@ def store_only(tasks: Sequence[Task], stored: Collection[int]) -> list[Task]:
     """Return the tasks such that only those with the numbers in `stored` store their groups; the
     others return their summaries alone."""
     stored_numbers = set(stored)
-    return [task if k in stored_numbers else replace(task, summary_only=True) for k, task in enumerate(tasks)]
+    return [
+        task if k in stored_numbers else replace(task, summary_only=True)
+        for k, task in enumerate(tasks)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

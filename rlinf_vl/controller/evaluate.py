@@ -60,7 +60,10 @@ def columns_of(config: Config, names: Sequence[str]) -> dict[str, list[Any]]:
             if names or len(set(map(str, values))) <= MAX_VALUES:
                 columns[name] = values
         elif names:
-            raise ConfigError(f"--by {name}: no such column in data.val_data_paths; columns are {', '.join(available)}")
+            raise ConfigError(
+                f"--by {name}: no such column in data.val_data_paths; columns are "
+                f"{', '.join(available)}"
+            )
     return columns
 
 
@@ -134,7 +137,9 @@ def evaluate(
         figures = subject | evaluation(summaries, samples, values_by_column)
         figures["bad_rows"] = bad_rows.counts()["val"]
         with write_aside(run_dir / "eval.json") as file:
-            file.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            file.write_text(
+                json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
         # Under the names that a run's validation has, so that reports show both alike.
         metrics = {
             "val/accuracy": figures["pass@1"]["mean"] or 0.0,

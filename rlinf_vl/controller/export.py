@@ -59,7 +59,8 @@ def restore(source: Folder, trust_run_code: bool = False) -> Restored:
     folder = checkpoint_at(source)
     if problems := damage(folder):
         raise RunError(
-            f"the checkpoint {folder} is damaged ({'; '.join(problems)}); name another one of {folder.parent}"
+            f"the checkpoint {folder} is damaged ({'; '.join(problems)}); name another one of "
+            f"{folder.parent}"
         )
     config = config_of(folder)
     refuse_code_of_run(config, folder.resolve().parents[1], trust_run_code)
@@ -100,7 +101,8 @@ METADATA_CLASSES = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch": {"Size"}
+    | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
 }
@@ -135,12 +137,20 @@ def refuse_pickled_code(folder: Folder) -> None:
         raise RunError(f"{path} was not written by a run: {error}") from None
     except Exception as error:  # whatever damaged bytes lead to
         raise RunError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if pickled := [name for name, value in weights.items() if isinstance(value, BytesStorageMetadata)]:
-        raise RunError(f"{path} was not written by a run: {pickled[0]} is a pickled object, and not a tensor")
+    if pickled := [
+        name for name, value in weights.items() if isinstance(value, BytesStorageMetadata)
+    ]:
+        raise RunError(
+            f"{path} was not written by a run: {pickled[0]} is a pickled object, and not a tensor"
+        )
 
 
 def export_checkpoint(
-    source: Folder, output: Path, dtype: str = "bf16", adapters: bool = False, trust_run_code: bool = False
+    source: Folder,
+    output: Path,
+    dtype: str = "bf16",
+    adapters: bool = False,
+    trust_run_code: bool = False,
 ) -> Restored:
     """Write the weights of a checkpoint in HF format into the folder `output`, which is empty or
     absent. Adapters are merged. Returns the model as written.
@@ -161,7 +171,10 @@ def export_checkpoint(
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"{output} exists and is not empty; name another folder, or empty it")
     if adapters and not config_of(folder).actor.model.is_lora:
-        raise ConfigError(f"--adapters: the run of {folder} trained none (actor.model.is_lora: false); leave it out")
+        raise ConfigError(
+            f"--adapters: the run of {folder} trained none (actor.model.is_lora: false); leave it "
+            "out"
+        )
     restored = restore(folder, trust_run_code)
     model, family, base, _ = restored
     output.mkdir(parents=True, exist_ok=True)
@@ -173,7 +186,12 @@ def export_checkpoint(
     model.config._attn_implementation = "sdpa"
     cast_model(model, family, DTYPES[dtype], float32_in_checkpoint(base))
     if carried := carried_weights(base, family):
-        log.info("%d weights that are not trained are those of %s: %s …", len(carried), base, next(iter(carried)))
+        log.info(
+            "%d weights that are not trained are those of %s: %s …",
+            len(carried),
+            base,
+            next(iter(carried)),
+        )
     save_model(model, family, output, carried)
     copy_processor_files(base, output)
     return restored

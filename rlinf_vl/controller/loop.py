@@ -60,7 +60,13 @@ class RunState:
         """Return the state in a checkpoint; None: that of a run that has not begun."""
         if checkpoint is None:
             return cls()
-        state = cls(**{name: value for name, value in load_state(checkpoint).items() if name in cls.__slots__})
+        state = cls(
+            **{
+                name: value
+                for name, value in load_state(checkpoint).items()
+                if name in cls.__slots__
+            }
+        )
         # JSON's keys are strings.
         return replace(state, accuracies={int(step): x for step, x in state.accuracies.items()})
 
@@ -118,7 +124,10 @@ def train(
                 batch = rollout(step, ahead, config, pool, learner, guard, log)
                 metrics = {"data/bad_rows": count_bad_rows("train", batch.generated, data, step)}
                 metrics |= batch.metrics | data.counts
-                metrics |= {"rollout/workers": len(pool.workers), "rollout/worker_restarts": pool.restarts}
+                metrics |= {
+                    "rollout/workers": len(pool.workers),
+                    "rollout/worker_restarts": pool.restarts,
+                }
                 metrics["actor/restarts"] = log.count("actors_restarted")
                 # The guard scores on the ranks, which need the GPU for it.
                 gpu.to_ranks(learner)
@@ -127,7 +136,12 @@ def train(
                 synced = data.is_due(runner.weight_sync_interval, step) or validator.is_due(step)
                 # A sync can be queued behind the update unless it must wait: for the GPU, for the
                 # validation of other weights, or for groups that must be from one version.
-                sync_early = synced and not gpu.shared and not validator.running and runner.schedule != "one_step_off"
+                sync_early = (
+                    synced
+                    and not gpu.shared
+                    and not validator.running
+                    and runner.schedule != "one_step_off"
+                )
                 on_start = partial(sync.begin, step) if sync_early else lambda: None
                 metrics |= update(step, batch, config, pool, learner, log, on_start)
                 # From here on the step is trained: a stop is to save the state behind it.
@@ -161,7 +175,13 @@ def train(
 
 
 def interrupted(
-    request: Interrupted, state: RunState, total: int, saver: Saver, pool: Pool, log: RunLog, start: Folder | None
+    request: Interrupted,
+    state: RunState,
+    total: int,
+    saver: Saver,
+    pool: Pool,
+    log: RunLog,
+    start: Folder | None,
 ) -> None:
     """Log the last step unless that is done, write a checkpoint, and report how to resume."""
     log.step = state.step
@@ -174,7 +194,9 @@ def interrupted(
     # A checkpoint of another run is not in this run's folder, where `auto` looks.
     resume_dir = "auto" if saver.newest != start else start
     hint = (
-        f"resume from {saver.newest} with runner.resume_dir={resume_dir}" if saver.newest else "nothing was trained yet"
+        f"resume from {saver.newest} with runner.resume_dir={resume_dir}"
+        if saver.newest
+        else "nothing was trained yet"
     )
     log.event("interrupted", f"{request}; {hint}")
 
@@ -210,7 +232,13 @@ def resume(
 
 
 def update(
-    step: int, batch: Rollout, config: Config, pool: Pool, learner: Learner, log: RunLog, on_start: Callable[[], None]
+    step: int,
+    batch: Rollout,
+    config: Config,
+    pool: Pool,
+    learner: Learner,
+    log: RunLog,
+    on_start: Callable[[], None],
 ) -> dict[str, float]:
     """Train on the batch, record some of its groups, and release the others. `on_start` is called
     when the ranks have been told to train."""
@@ -225,8 +253,14 @@ def update(
             step, plan.minibatches, plan.advantages, chosen, plan.kl_scale, on_start
         )
     metrics |= update_metrics
-    metrics["actor/tokens_per_second"] = sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
-    pool.release(log.recorder.record("train", step, batch.summaries, batch.groups, chosen, plan.advantages, logprobs))
+    metrics["actor/tokens_per_second"] = (
+        sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
+    )
+    pool.release(
+        log.recorder.record(
+            "train", step, batch.summaries, batch.groups, chosen, plan.advantages, logprobs
+        )
+    )
     return metrics
 
 

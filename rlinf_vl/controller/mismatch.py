@@ -51,7 +51,9 @@ class MismatchGuard:
         trained = config.actor.fsdp_config.mixed_precision.param_dtype
         self._learner = learner
         self._log = log
-        self._interval = config.runner.mismatch_check_interval if config.rollout.return_logprobs else -1
+        self._interval = (
+            config.runner.mismatch_check_interval if config.rollout.return_logprobs else -1
+        )
         self._budget = config.runner.max_tokens_per_mbs
         self._precision = max(trained, config.rollout.model.precision, key=NOISE.__getitem__)
         self._checked = False
@@ -59,14 +61,19 @@ class MismatchGuard:
     def _due(self, step: int) -> bool:
         return self._interval > 0 and (not self._checked or step % self._interval == 0)
 
-    def extra_tasks(self, step: int, tasks: Sequence[Task], summaries: Sequence[GroupSummary]) -> list[Task]:
+    def extra_tasks(
+        self, step: int, tasks: Sequence[Task], summaries: Sequence[GroupSummary]
+    ) -> list[Task]:
         """Return tasks to sample for the check, one answer each; none if groups of this step are
         from the weights that the trainer has."""
         if not self._due(step) or pick(summaries, step - 1):
             return []
         chosen = [tasks[item.group] for item in pick(summaries)]
         # No corruption: the trainer scores the images as they are.
-        return [replace(t, group_id=f"check-{t.group_id}", seeds=t.seeds[:1], corruption=None) for t in chosen]
+        return [
+            replace(t, group_id=f"check-{t.group_id}", seeds=t.seeds[:1], corruption=None)
+            for t in chosen
+        ]
 
     def plan(self, step: int, summaries: Sequence[GroupSummary]) -> list[tuple[RankMiniBatch, ...]]:
         """Return the trajectories that each rank scores, as one mini-batch; none on a step without
@@ -80,7 +87,10 @@ class MismatchGuard:
         return [tuple(RankMiniBatch(micro, plan.run_vision, 1) for micro in plan.micro_batches)]
 
     def check(
-        self, step: int, summaries: Sequence[GroupSummary], planned: Sequence[tuple[RankMiniBatch, ...]]
+        self,
+        step: int,
+        summaries: Sequence[GroupSummary],
+        planned: Sequence[tuple[RankMiniBatch, ...]],
     ) -> dict[str, float]:
         """Let the ranks score the `planned` mini-batches, and compare; returns the metrics. Raises
         `EngineMismatch`."""
@@ -88,7 +98,9 @@ class MismatchGuard:
             return {}
         with self._log.timed("check"):
             rows = [row for minibatch in planned for row in self._learner.score(minibatch)]
-        scores = [Score(summaries[g].images, n, difference, blank) for g, n, difference, blank in rows]
+        scores = [
+            Score(summaries[g].images, n, difference, blank) for g, n, difference, blank in rows
+        ]
         metrics = judge(scores, self._precision)
         self._checked = True
         # A resumed run checks once more, but its metrics must be those of a run never stopped.
@@ -136,7 +148,9 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
         if not chosen:
             continue
         tokens = sum(score.tokens for score in chosen)
-        difference = metrics[f"mismatch/{kind}"] = sum(score.difference for score in chosen) / tokens
+        difference = metrics[f"mismatch/{kind}"] = (
+            sum(score.difference for score in chosen) / tokens
+        )
         blank = sum(score.blank_difference for score in chosen) / tokens
         label = kind.replace("_", " ")
         if not math.isfinite(difference):
@@ -162,5 +176,7 @@ def judge(scores: Sequence[Score], precision: str) -> dict[str, float]:
             )
     if with_images := [score for score in scores if score.images]:
         tokens = sum(score.tokens for score in with_images)
-        metrics["mismatch/blank_images"] = sum(score.blank_difference for score in with_images) / tokens
+        metrics["mismatch/blank_images"] = (
+            sum(score.blank_difference for score in with_images) / tokens
+        )
     return metrics

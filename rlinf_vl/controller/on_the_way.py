@@ -111,11 +111,16 @@ class OnTheWay:
             groups += self._make_groups(step, number, [row], epoch)
         return groups
 
-    def _make_groups(self, step: int, first: int, rows: Sequence[int], epoch: int) -> list[PendingGroup]:
+    def _make_groups(
+        self, step: int, first: int, rows: Sequence[int], epoch: int
+    ) -> list[PendingGroup]:
         algorithm, seed = self._config.algorithm, self._config.runner.seed
         corruption = corruption_at(algorithm.image_corruption, step / self._data.total_steps)
         tasks = make_tasks("train", rows, algorithm.group_size, seed, step, corruption, first)
-        return [PendingGroup(task, (step, k), epoch, self.engine_version) for k, task in enumerate(tasks, first)]
+        return [
+            PendingGroup(task, (step, k), epoch, self.engine_version)
+            for k, task in enumerate(tasks, first)
+        ]
 
     def _submit(self, new_groups: Sequence[PendingGroup]) -> None:
         if new_groups:
@@ -127,7 +132,9 @@ class OnTheWay:
             if ends and len(ends) == len(self._submissions):
                 self.idle_s += time.monotonic() - max(ends)
             self._submissions = [s for s in self._submissions if s.ended is None]
-            self._submissions.append(self._pool.submit([group.task for group in new_groups], self._events))
+            self._submissions.append(
+                self._pool.submit([group.task for group in new_groups], self._events)
+            )
 
     def receive(self) -> None:
         """Receive a finished group, waiting up to `rlinf_vl.rollout.submission.CHECK_S` seconds."""
@@ -162,7 +169,11 @@ class OnTheWay:
         """Return the groups that have finished since the last call; none without dynamic sampling,
         which alone looks for ties."""
         arrivals, self._new_arrivals = self._new_arrivals, {}
-        return [group for group_id, group in arrivals.items() if group.result and group_id in self.groups]
+        return [
+            group
+            for group_id, group in arrivals.items()
+            if group.result and group_id in self.groups
+        ]
 
     def remove(self, groups: Iterable[PendingGroup]) -> None:
         """Hand these groups over to the caller, who trains on them or releases them."""

@@ -31,7 +31,9 @@ class Recorder:
     run.
     """
 
-    def __init__(self, config: Config, run_dir: Path, model_path: str, report: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, model_path: str, report: Callable[[str, str], None]
+    ) -> None:
         """`report` is called with the kind of event and a sentence."""
         self._start_writer = partial(_start_writer, config, run_dir, model_path)
         self._settings = config.runner.trajectories
@@ -48,12 +50,18 @@ class Recorder:
         self._call: ray.ObjectRef | None = None
         self._groups_in_call: list[GroupSummary] = []
         #: The Ray actor, and its `where`; None where nothing is recorded, or no longer.
-        self._writer: tuple[Any, ray.ObjectRef] | None = self._start_writer() if self._settings.interval > 0 else None
+        self._writer: tuple[Any, ray.ObjectRef] | None = (
+            self._start_writer() if self._settings.interval > 0 else None
+        )
 
     def choose(self, split: str, step: int, n: int) -> list[int]:
         """Return the numbers of the groups to record, of `n` of this step; in a validation always
         the same."""
-        if self._writer is None and self._retry_at is not None and time.monotonic() > self._retry_at:
+        if (
+            self._writer is None
+            and self._retry_at is not None
+            and time.monotonic() > self._retry_at
+        ):
             self._writer, self._retry_at = self._start_writer(), None
         if self._writer is None or (split == "train" and step % self._settings.interval):
             return []
@@ -77,7 +85,9 @@ class Recorder:
         """Record the chosen groups in this step's file; returns the others: release them."""
         recorded = set(chosen)
         if chosen:
-            self._batches.setdefault(step, []).append((split, {g: groups[g] for g in chosen}, advantages, logprobs))
+            self._batches.setdefault(step, []).append(
+                (split, {g: groups[g] for g in chosen}, advantages, logprobs)
+            )
             self._groups.setdefault(step, []).extend(summaries[g] for g in chosen)
         return [summary for g, summary in enumerate(summaries) if g not in recorded]
 
@@ -101,7 +111,9 @@ class Recorder:
         self._writer = None
         return read_groups + [summary for groups in self._groups.values() for summary in groups]
 
-    def _start(self, method: str, *arguments: Any, groups: Sequence[GroupSummary] = ()) -> list[GroupSummary]:
+    def _start(
+        self, method: str, *arguments: Any, groups: Sequence[GroupSummary] = ()
+    ) -> list[GroupSummary]:
         """Call the writer, which reads these groups, once it has answered the call before; returns
         the groups that it read in the call before."""
         self._wait()
@@ -122,7 +134,10 @@ class Recorder:
             kill(*self._writer)
             self._writer, self._retry_at = None, time.monotonic() + self._pause
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
-            self._report("recording_failed", f"no trajectories are recorded for {self._pause:.0f} s: {reason}")
+            self._report(
+                "recording_failed",
+                f"no trajectories are recorded for {self._pause:.0f} s: {reason}",
+            )
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
             return
         self._pause = PAUSE_S
@@ -155,4 +170,6 @@ def image_token(config: Config, model_path: str) -> str | int:
     from rlinf_vl.models.families import family_of
 
     paths, files = config.actor.model.vlm.paths, config.runner.code_files
-    return family_of(model.model_type, model_path, model.trust_remote_code, paths, files).image_token
+    return family_of(
+        model.model_type, model_path, model.trust_remote_code, paths, files
+    ).image_token

@@ -19,7 +19,12 @@ from rlinf_vl.envs.registry import grades_answers, load_env_class
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.pool import RolloutPool
-from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, newest_checkpoint, set_damaged_aside
+from rlinf_vl.runtime.checkpoints import (
+    Folder,
+    checkpoint_home,
+    newest_checkpoint,
+    set_damaged_aside,
+)
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.run_folder import write_baselines
@@ -61,7 +66,9 @@ def run(
     home = checkpoint_home(config, run_dir)
     device = reservation.device
     placement = reservation.placement
-    strategy = resolve_weight_sync(config.rollout.weight_sync, device, placement.shared, placement.beside_actors)
+    strategy = resolve_weight_sync(
+        config.rollout.weight_sync, device, placement.shared, placement.beside_actors
+    )
     with closing(RunLog(config, run_dir, model_path, progress)) as log:
 
         def load_model(learner: ActorGroup) -> WeightSync:
@@ -94,7 +101,13 @@ def run(
                     # A damaged checkpoint would fail every restart.
                     set_damaged_aside(home, partial(log.event, "checkpoint_damaged"))
                     checkpoint = newest_checkpoint(home, start)
-                    count_restart(loss_error, restarts[checkpoint], config.runner.max_restarts, checkpoint, log)
+                    count_restart(
+                        loss_error,
+                        restarts[checkpoint],
+                        config.runner.max_restarts,
+                        checkpoint,
+                        log,
+                    )
                     restarts[checkpoint] += 1
                     # The steps after the checkpoint are trained again: their weights are void.
                     pool.forget_weights()
@@ -107,7 +120,18 @@ def run(
                 if loss_error is None:
                     seconds = time.monotonic() - start_time
                     logger.info("started in %.0f s; training to step %d", seconds, data.total_steps)
-                outcome = train(config, pool, learner, data, home, stop, gpu=gpu, sync=sync, log=log, start=start)
+                outcome = train(
+                    config,
+                    pool,
+                    learner,
+                    data,
+                    home,
+                    stop,
+                    gpu=gpu,
+                    sync=sync,
+                    log=log,
+                    start=start,
+                )
             except ActorsLost as error:
                 loss_error = error
             except Interrupted as request:
@@ -132,7 +156,9 @@ def ranks_again(
         lost = lost_seats(seats)
         surviving = [seat for number, seat in enumerate(seats) if number not in lost]
         # The ranks of a context-parallel group share sequences: an incomplete group is of no use.
-        surviving = surviving[: len(surviving) - len(surviving) % max(1, config.actor.context_parallel_size)]
+        surviving = surviving[
+            : len(surviving) - len(surviving) % max(1, config.actor.context_parallel_size)
+        ]
         if not lost or (surviving and config.cluster.on_node_loss == "shrink"):
             if lost:
                 message = f"the nodes of {len(lost)} of {len(seats)} actor ranks are lost; {len(surviving)} go on"
@@ -154,7 +180,9 @@ def ranks_again(
         time.sleep(POLL_S)
 
 
-def count_restart(lost: ActorsLost, times: int, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
+def count_restart(
+    lost: ActorsLost, times: int, limit: int, checkpoint: Folder | None, log: RunLog
+) -> None:
     """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit`
     times from this checkpoint."""
     if times >= limit:

@@ -42,7 +42,9 @@ class RunData:
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
-def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress) -> RunData:
+def find_usable_rows(
+    config: Config, run_dir: Path, pool: RolloutPool, progress: RunProgress
+) -> RunData:
     """Wait for the workers, and let them check the rows of each split. Bad rows are left out, and
     recorded in `run_dir`.
 
@@ -55,7 +57,9 @@ def find_usable_rows(config: Config, run_dir: Path, pool: RolloutPool, progress:
     n_val = rows["val"] if data.val_samples < 0 else min(data.val_samples, rows["val"])
     totals = {"train": rows["train"], "val": n_val}
     bad_rows = BadRows(run_dir, data.max_bad_rows, totals)
-    results = {split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()}
+    results = {
+        split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()
+    }
     train, val_answers = results["train"], results["val"].kept
     facts = train.facts
     try:
@@ -86,7 +90,9 @@ def check_rows(
 ) -> FilterResult:
     """Check the first `n` rows of a split; the result says which can be used. Raises as
     `find_usable_rows`."""
-    result = pool.filter_rows(split, range(n), partial(progress.phase, f"checking rows of {split}", total=n))
+    result = pool.filter_rows(
+        split, range(n), partial(progress.phase, f"checking rows of {split}", total=n)
+    )
     longest = config.data.max_prompt_length
     log.info("%s: %d rows, %s, %d bad", split, n, _overlong(result, longest), len(result.bad))
     if result.text_only:
@@ -97,9 +103,14 @@ def check_rows(
             len(result.text_only),
             row_ids,
         )
-    if dropped := {row: facts.dropped_images for row, facts in result.facts.items() if facts.dropped_images}:
+    if dropped := {
+        row: facts.dropped_images for row, facts in result.facts.items() if facts.dropped_images
+    }:
         log.info(
-            "%s: %d images of %d rows are beyond data.max_images_per_*", split, sum(dropped.values()), len(dropped)
+            "%s: %d images of %d rows are beyond data.max_images_per_*",
+            split,
+            sum(dropped.values()),
+            len(dropped),
         )
     if result.too_long and config.data.overlong == "error":
         raise ConfigError(
@@ -109,7 +120,9 @@ def check_rows(
         )
     if result.bad:
         bad_rows.add(split, result.bad.values())
-        log.warning("bad rows of %s, left out (%s):\n%s", split, bad_rows.path, bad_rows.table(split))
+        log.warning(
+            "bad rows of %s, left out (%s):\n%s", split, bad_rows.path, bad_rows.table(split)
+        )
         bad_rows.check()
     # A training step needs a whole batch; a validation, where there is any, one row.
     if len(result.kept) < (config.data.rollout_batch_size if split == "train" else min(n, 1)):
@@ -125,7 +138,11 @@ def _overlong(result: FilterResult, longest: int) -> str:
         return f"none longer than data.max_prompt_length={longest}"
     first = ", ".join(f"row {row} has {tokens[row]} tokens" for row in sorted(tokens)[:SHOWN_ROWS])
     n_without_images = sum(bool(images) for _, images in result.cut.values())
-    cut = f" and cut to it, {n_without_images} of them without some of their images" if result.cut else ""
+    cut = (
+        f" and cut to it, {n_without_images} of them without some of their images"
+        if result.cut
+        else ""
+    )
     remainder = f", and {len(tokens) - SHOWN_ROWS} more" if len(tokens) > SHOWN_ROWS else ""
     return f"{len(tokens)} longer than data.max_prompt_length={longest}{cut} ({first}{remainder})"
 

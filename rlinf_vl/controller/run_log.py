@@ -31,7 +31,9 @@ class RunLog:
     ledger: StepLines  #: from `open` on
     _alarms: Alarms  # from `open` on
 
-    def __init__(self, config: Config, run_dir: Path, model_path: str, progress: RunProgress) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, model_path: str, progress: RunProgress
+    ) -> None:
         #: The step of the events from now on: the one that is being trained.
         self.step = 0
         #: Seconds by `time/<phase>`, of this step so far.

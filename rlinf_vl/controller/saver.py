@@ -17,7 +17,12 @@ from typing import Any
 from rlinf_vl.config.schema import RunnerConfig
 from rlinf_vl.controller.parts import Learner
 from rlinf_vl.controller.run_log import RunLog
-from rlinf_vl.runtime.checkpoints import CheckpointFailed, Folder, newest_checkpoint, save_checkpoint
+from rlinf_vl.runtime.checkpoints import (
+    CheckpointFailed,
+    Folder,
+    newest_checkpoint,
+    save_checkpoint,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +37,14 @@ class Saver:
 
     newest: Folder | None
 
-    def __init__(self, runner: RunnerConfig, home: Folder, learner: Learner, log: RunLog, start: Folder | None) -> None:
+    def __init__(
+        self,
+        runner: RunnerConfig,
+        home: Folder,
+        learner: Learner,
+        log: RunLog,
+        start: Folder | None,
+    ) -> None:
         self.newest = newest_checkpoint(home, start)
         self._runner = runner
         self._home = home
@@ -65,7 +77,9 @@ class Saver:
             )
             self._writing = Future()
             # A daemon, as `close` does not wait for it if the process is to end at once.
-            threading.Thread(target=_run, args=(write, self._writing), name="checkpoint", daemon=True).start()
+            threading.Thread(
+                target=_run, args=(write, self._writing), name="checkpoint", daemon=True
+            ).start()
             if last or not runner.async_save:
                 self.collect(wait=True, last=last)
 
@@ -90,7 +104,9 @@ class Saver:
     def close(self) -> None:
         """Wait for the checkpoint that is being written, unless the process is to end at once
         (`KeyboardInterrupt`). A lost learner ends the writing."""
-        if self._writing is not None and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+        if self._writing is not None and not isinstance(
+            sys.exception(), KeyboardInterrupt | SystemExit
+        ):
             wait([self._writing])
 
 

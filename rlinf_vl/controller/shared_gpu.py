@@ -46,7 +46,9 @@ class SharedGpu:
             with span("onload"):
                 learner.restore_memory()
 
-    def to_engines(self, learner: Learner, sync: Callable[[], dict[str, float]] | None) -> dict[str, float]:
+    def to_engines(
+        self, learner: Learner, sync: Callable[[], dict[str, float]] | None
+    ) -> dict[str, float]:
         """Give the engines the GPU, and new weights by calling `sync`, if given; returns its
         metrics."""
         if self.shared:

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from rlinf_vl.actor.messages import RankMiniBatch, TurnKl
-from rlinf_vl.algorithms import advantages, discounted_returns, gigpo_advantages, token_moments, turn_advantages
+from rlinf_vl.algorithms import (
+    advantages,
+    discounted_returns,
+    gigpo_advantages,
+    token_moments,
+    turn_advantages,
+)
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
@@ -45,7 +51,9 @@ def trainable(summary: GroupSummary, without_cut: bool = False) -> list[int]:
     return [
         i
         for i, error in enumerate(summary.errors)
-        if error is None and summary.response_tokens[i] > 0 and not (without_cut and summary.statuses[i] == "length")
+        if error is None
+        and summary.response_tokens[i] > 0
+        and not (without_cut and summary.statuses[i] == "length")
     ]
 
 
@@ -95,7 +103,9 @@ def advantages_of(
     turn_trajectories = [(g, i) for g, i, _ in turns]
     turn_groups = [g for g, _, _ in turns]
     numbers = {trajectory: n for n, trajectory in enumerate(trajectories)}
-    turn_numbers = torch.tensor([numbers[trajectory] for trajectory in turn_trajectories], dtype=torch.int64)
+    turn_numbers = torch.tensor(
+        [numbers[trajectory] for trajectory in turn_trajectories], dtype=torch.int64
+    )
     tokens = torch.tensor([summaries[g].turn_tokens[i][k] for g, i, k in turns], dtype=torch.int64)
     penalties = _double([overlong_penalty(n, algorithm) for n in tokens.tolist()])
     kl_sums = _double([kl[g, i][k] if kl else (0.0,) * 3 for g, i, k in turns]).reshape(-1, 3)
@@ -118,14 +128,20 @@ def advantages_of(
         def squared_distance(mean: torch.Tensor) -> torch.Tensor:
             """Return Σ (return of the token - mean)² over all tokens."""
             centered = returns - mean
-            return (tokens * centered.square() - 2 * beta * centered * kl_to_end + beta**2 * kl_to_end_squared).sum()
+            return (
+                tokens * centered.square()
+                - 2 * beta * centered * kl_to_end
+                + beta**2 * kl_to_end_squared
+            ).sum()
 
         total = (tokens * returns - beta * kl_to_end).sum()
         mean, deviation = token_moments(tokens.sum(), total, squared_distance)
         deviation = deviation if normalize else torch.ones_like(deviation)
         values, kl_scale = (returns - mean) / deviation, float(beta / deviation)
     elif algorithm.credit == "turn":
-        values = turn_advantages(rewards, turn_trajectories, turn_groups, discount=discount, compare=compare)
+        values = turn_advantages(
+            rewards, turn_trajectories, turn_groups, discount=discount, compare=compare
+        )
     elif weight:
         states = [summaries[g].turn_states[i][k] or None for g, i, k in turns]
         if turns and not any(states):
@@ -145,7 +161,9 @@ def advantages_of(
             leave_one_out=kind == "rloo",
         )
     else:
-        lengths = torch.tensor([summaries[g].response_tokens[i] for g, i in trajectories], dtype=torch.int64)
+        lengths = torch.tensor(
+            [summaries[g].response_tokens[i] for g, i in trajectories], dtype=torch.int64
+        )
         values = compare(totals, [g for g, _ in trajectories], tokens=lengths)[turn_numbers]
     value_of_turn = dict(zip(turns, values.tolist(), strict=True))
     groups = []
@@ -161,7 +179,9 @@ def _double(values: Sequence[Any]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _estimated(kind: str | Estimator, rewards: torch.Tensor, group_ids: Any, **options: Any) -> torch.Tensor:
+def _estimated(
+    kind: str | Estimator, rewards: torch.Tensor, group_ids: Any, **options: Any
+) -> torch.Tensor:
     """Call `advantages`; raises RunError if code of the user fails in it."""
     if not callable(kind):
         return advantages(kind, rewards, group_ids, **options)
@@ -169,16 +189,27 @@ def _estimated(kind: str | Estimator, rewards: torch.Tensor, group_ids: Any, **o
         return advantages(kind, rewards, group_ids, **options)
     except Exception as error:  # code of the user may raise anything
         name = getattr(kind, "__name__", "the code")
-        raise RunError(f"algorithm.adv_type: {name} failed: {type(error).__name__}: {error}") from error
+        raise RunError(
+            f"algorithm.adv_type: {name} failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def item_of(group: int, index: int, summary: GroupSummary) -> Item:
     """Return a trajectory in the form of the planner."""
     prompt = summary.prompt_tokens
-    return Item(group, index, prompt, summary.tokens[index] - prompt, summary.response_tokens[index], summary.patches)
+    return Item(
+        group,
+        index,
+        prompt,
+        summary.tokens[index] - prompt,
+        summary.response_tokens[index],
+        summary.patches,
+    )
 
 
-def minibatch_groups(n_groups: int, n_minibatches: int, shuffle_key: str | None) -> list[np.ndarray]:
+def minibatch_groups(
+    n_groups: int, n_minibatches: int, shuffle_key: str | None
+) -> list[np.ndarray]:
     """Return the group numbers of each mini-batch, int64 arrays of about equal length.
 
     Groups come sorted by the step that requested them. Split in that order, the first optimizer
@@ -188,7 +219,9 @@ def minibatch_groups(n_groups: int, n_minibatches: int, shuffle_key: str | None)
     """
     groups = np.arange(n_groups)
     if n_minibatches > 1 and shuffle_key is not None:
-        seed = int.from_bytes(hashlib.blake2b(shuffle_key.encode(), digest_size=8).digest(), "little")
+        seed = int.from_bytes(
+            hashlib.blake2b(shuffle_key.encode(), digest_size=8).digest(), "little"
+        )
         groups = np.random.default_rng(seed).permutation(n_groups)
     return [np.sort(minibatch) for minibatch in np.array_split(groups, n_minibatches)]
 
@@ -218,10 +251,17 @@ def plan_step(
     for groups in minibatch_groups(len(summaries), algorithm.n_minibatches, shuffle_key):
         # With `overlong.filter`, responses that were cut are compared, but carry no loss.
         items = [
-            item_of(int(g), i, summaries[g]) for g in groups for i in trainable(summaries[g], algorithm.overlong.filter)
+            item_of(int(g), i, summaries[g])
+            for g in groups
+            for i in trainable(summaries[g], algorithm.overlong.filter)
         ]
         plan = plan_micro_batches(
-            items, ranks=ranks, budget=budget, size=micro_batch_size, share_prompts=share_prompts, prices=prices
+            items,
+            ranks=ranks,
+            budget=budget,
+            size=micro_batch_size,
+            share_prompts=share_prompts,
+            prices=prices,
         )
         tokens = [n for item in items for n in summaries[item.group].turn_tokens[item.index] if n]
         sequences = len(tokens) if algorithm.turns_are_sequences else len(items)
@@ -229,7 +269,11 @@ def plan_step(
         if algorithm.loss_agg_func == "seq-mean-token-sum-norm":
             assert algorithm.sampling_params.max_new_tokens is not None
             denominator *= algorithm.sampling_params.max_new_tokens
-        minibatches.append(tuple(RankMiniBatch(micro, plan.run_vision, denominator) for micro in plan.micro_batches))
+        minibatches.append(
+            tuple(
+                RankMiniBatch(micro, plan.run_vision, denominator) for micro in plan.micro_batches
+            )
+        )
         plans.append(plan)
     metrics = {}
     for name in ("fill", "imbalance", "repeated"):
@@ -239,7 +283,9 @@ def plan_step(
         metrics["reward/shared_states"] = shared_states(summaries)
     if algorithm.overlong.buffer:
         turns = [n for s in summaries for i in trainable(s) for n in s.turn_tokens[i]]
-        metrics["reward/overlong_penalty"] = float(np.mean([overlong_penalty(n, algorithm) for n in turns] or [0.0]))
+        metrics["reward/overlong_penalty"] = float(
+            np.mean([overlong_penalty(n, algorithm) for n in turns] or [0.0])
+        )
     step_advantages, _ = advantages_of(summaries, algorithm, estimator=estimator)
     return StepPlan(tuple(minibatches), step_advantages, metrics)
 
@@ -262,6 +308,11 @@ def with_kl(
 
 def shared_states(summaries: Sequence[GroupSummary]) -> float:
     """Return the share of the trained turns whose state another turn of their group answered to."""
-    turns = [(g, state) for g, s in enumerate(summaries) for i in trainable(s) for state in s.turn_states[i]]
+    turns = [
+        (g, state)
+        for g, s in enumerate(summaries)
+        for i in trainable(s)
+        for state in s.turn_states[i]
+    ]
     counts = Counter(turns)
     return sum(bool(state) and counts[g, state] > 1 for g, state in turns) / max(1, len(turns))

@@ -17,16 +17,25 @@ from rlinf_vl.transport.groups import fetch_surviving
 
 #: Split; references to groups by number; the groups' advantages, turn by turn (None: validation);
 #: references to the ranks' logprobs of the sampled tokens, each by group and trajectory.
-Batch = tuple[str, dict[int, ray.ObjectRef], Sequence[Sequence[Sequence[float]]] | None, Sequence[ray.ObjectRef]]
+Batch = tuple[
+    str,
+    dict[int, ray.ObjectRef],
+    Sequence[Sequence[Sequence[float]]] | None,
+    Sequence[ray.ObjectRef],
+]
 
 
 class TrajectoryWriter:
     """The Ray actor that writes the run's trajectory files, and the samples that trackers show."""
 
-    def __init__(self, config: Config, run_dir: Path, model_path: str, image_token: str | int) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, model_path: str, image_token: str | int
+    ) -> None:
         runner = config.runner
         self._run_dir = run_dir
-        self._store = TrajectoryStore(run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30))
+        self._store = TrajectoryStore(
+            run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30)
+        )
         self._samples = make_trackers(
             run_dir,
             runner.logger.logger_backends,
@@ -50,11 +59,17 @@ class TrajectoryWriter:
             # lacks.
             for g, group in fetch_surviving(references).items():
                 # Trajectories of one group may be trained on by several ranks.
-                by_trajectory = {i: values for rank in rank_logprobs for i, values in rank.get(g, {}).items()}
-                self._store.add(step, split, group, advantages[g] if advantages else None, by_trajectory)
+                by_trajectory = {
+                    i: values for rank in rank_logprobs for i, values in rank.get(g, {}).items()
+                }
+                self._store.add(
+                    step, split, group, advantages[g] if advantages else None, by_trajectory
+                )
         rows = spread([row for row in self._store.write(step) if row["split"] == "val"])
         if rows:
-            self._samples.log_samples(step, [{**row, "images": self._first_images(row)} for row in rows])
+            self._samples.log_samples(
+                step, [{**row, "images": self._first_images(row)} for row in rows]
+            )
         return not self._store.full
 
     def _first_images(self, row: Mapping[str, Any]) -> list[bytes]:

@@ -24,7 +24,9 @@ class Validator:
     Per step: `begin` where one is due, `end_step`, and `finish` before engines get other weights.
     """
 
-    def __init__(self, config: Config, pool: Pool, data: RunData, log: RunLog, accuracies: dict[int, float]) -> None:
+    def __init__(
+        self, config: Config, pool: Pool, data: RunData, log: RunLog, accuracies: dict[int, float]
+    ) -> None:
         """`accuracies` gets the accuracy of each validation, by step."""
         self._config = config
         self._pool = pool
@@ -44,7 +46,9 @@ class Validator:
 
     def is_due(self, step: int) -> bool:
         """Return whether this step's weights are to be validated. If so, engines must get them."""
-        return bool(self._data.val_rows) and self._data.is_due(self._config.runner.val_check_interval, step)
+        return bool(self._data.val_rows) and self._data.is_due(
+            self._config.runner.val_check_interval, step
+        )
 
     def begin(self, step: int) -> dict[str, float]:
         """Begin to validate the engines' weights, which are those of this step. Returns the metrics
@@ -108,7 +112,13 @@ class Validator:
         n_right = sum(sum(s.correct) for s in summaries)
         lengths = [n for s in summaries for n in s.response_tokens]
         accuracy = self._accuracies[step] = n_right / max(1, n_problems)
-        logger.info("step %d: val/accuracy %.3f on %d problems, %d failed", step, accuracy, n_problems, n_errors)
+        logger.info(
+            "step %d: val/accuracy %.3f on %d problems, %d failed",
+            step,
+            accuracy,
+            n_problems,
+            n_errors,
+        )
         other_metrics = env_metrics(summaries) | part_metrics(summaries)
         return {"val/" + name: value for name, value in other_metrics.items()} | {
             "val/accuracy": accuracy,

@@ -79,7 +79,9 @@ class WeightSync:
         self._backend = "nccl" if device == "cuda" else "gloo"
         self._checked = False  # whether engines have compared fingerprints
         self._queued: QueuedSync | None = None  # by `begin`, for the call that follows
-        self._members: list[Any] | None = None  # the workers in the process group; None: there is none yet
+        self._members: list[Any] | None = (
+            None  # the workers in the process group; None: there is none yet
+        )
         actors.call("set_weight_sync", strategy, bucket_bytes)
         log.info("weights are synced by %s", strategy)
 
@@ -172,11 +174,15 @@ class WeightSync:
             joins.append(worker.actor.join_weight_group.remote(replace(group, rank=first_rank)))
         self._wait("joining the weight group", joins, JOIN_TIMEOUT_S, update)
 
-    def _wait(self, action: str, calls: Sequence[ray.ObjectRef], timeout_s: float, update: WeightUpdate) -> None:
+    def _wait(
+        self, action: str, calls: Sequence[ray.ObjectRef], timeout_s: float, update: WeightUpdate
+    ) -> None:
         """Wait for calls of ranks and receivers, which wait for each other (`wait_for_all`);
         `action` names them in messages."""
         ranks = {f"actor rank {i}": rank for i, rank in enumerate(self._actors.ranks)}
-        workers = {f"rollout worker {slot.number}": worker.actor for slot, worker in update.receivers}
+        workers = {
+            f"rollout worker {slot.number}": worker.actor for slot, worker in update.receivers
+        }
         try:
             wait_for_all(
                 calls,

@@ -77,9 +77,7 @@ def no_verdicts(summaries: Sequence[GroupSummary]) -> str | None:
     if not reasons:
         return None
     n = sum(len(summary.errors) for summary in summaries)
-    line = (
-        f"{len(reasons)} of {n} answers have no verdict of a reward function, which then scores 0: {_frequent(reasons)}"
-    )
+    line = f"{len(reasons)} of {n} answers have no verdict of a reward function, which then scores 0: {_frequent(reasons)}"
     if len(reasons) == sum(error is None for summary in summaries for error in summary.errors):
         raise NoVerdicts(
             f"{line}. So it is with every answer: mend the function (its traceback stands in the "
@@ -115,7 +113,9 @@ class BadRows:
         self._rows: dict[str, dict[str, BadRow]] = {split: {} for split in totals}
         self._file = LineFile(self.path, durable=True)
         earlier_rows = read_lines(self.path)[0] if self.path.exists() else []
-        earlier_rows = [row for row in earlier_rows if row.get("step", 0) > 0 and row.get("split") in self._rows]
+        earlier_rows = [
+            row for row in earlier_rows if row.get("step", 0) > 0 and row.get("split") in self._rows
+        ]
         if self.path.exists():
             self._file.keep(earlier_rows)
         for row in earlier_rows:
@@ -130,7 +130,9 @@ class BadRows:
         new = {row.id: row for row in rows if row.id not in self._rows[split]}
         self._rows[split] |= new
         if new:
-            self._file.append(*({"step": step, "split": split, **asdict(row)} for row in new.values()))
+            self._file.append(
+                *({"step": step, "split": split, **asdict(row)} for row in new.values())
+            )
 
     def add_failed(self, split: str, summaries: Sequence[GroupSummary], step: int) -> None:
         """Record the rows of groups with an error, "kind: reason", that the row caused."""
@@ -156,7 +158,9 @@ class BadRows:
         width = max(map(len, first), default=0)
         lines = []
         for kind, n in Counter(row.kind for row in rows).most_common():
-            lines.append(f"{n:6}  {kind:{width}}  {first[kind].id}: {shorten(first[kind].reason, SHOWN)}")
+            lines.append(
+                f"{n:6}  {kind:{width}}  {first[kind].id}: {shorten(first[kind].reason, SHOWN)}"
+            )
         return "\n".join(lines)
 
     def check(self) -> None:

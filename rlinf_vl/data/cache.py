@@ -15,7 +15,9 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 def source_version(*sources: str) -> str:
     """Return a hash of source files, 12 hex digits: as part of a path, it forces a new build."""
-    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:12]
+    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[
+        :12
+    ]
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:

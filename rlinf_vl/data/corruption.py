@@ -58,7 +58,9 @@ class Corruption:
             return image
         digest = hashlib.blake2b(f"{seed} {image.hash}".encode(), digest_size=8).digest()
         random = np.random.default_rng(int.from_bytes(digest, "little"))
-        pixels = {"noise": self._noise, "mask": self._mask}[self.kind](np.asarray(decode(image)), random)
+        pixels = {"noise": self._noise, "mask": self._mask}[self.kind](
+            np.asarray(decode(image)), random
+        )
         metadata = PngInfo()
         # Two images that are equal once corrupted, such as black ones, must keep different hashes.
         metadata.add_text("clean", image.hash)
@@ -95,7 +97,9 @@ def corruption_at(settings: ImageCorruptionConfig, done: float) -> Corruption | 
         # The formula above, written with tanh, which does not overflow at any steepness.
         factor = 0.5 * (1 - math.tanh(settings.steepness * (done - settings.midpoint) / 2))
     strength = settings.strength * factor
-    return Corruption(settings.kind, strength, settings.share) if strength and settings.share else None
+    return (
+        Corruption(settings.kind, strength, settings.share) if strength and settings.share else None
+    )
 
 
 class Shown:

@@ -72,7 +72,11 @@ class ProblemDataset:
         for source, form in zip(self._sources, self._forms, strict=True):
             columns = [*form.columns, *source.plain_columns((*form.columns, *VIDEO_COLUMNS))]
             # Columns of videos are read only so that rows which have one are refused.
-            columns += [name for name in VIDEO_COLUMNS if name in source.rows.column_names and name not in form.columns]
+            columns += [
+                name
+                for name in VIDEO_COLUMNS
+                if name in source.rows.column_names and name not in form.columns
+            ]
             self._columns.append(columns)
         self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
@@ -106,7 +110,9 @@ class ProblemDataset:
         """
         row, k = self.raw(i), self.source_of(i)
         form, root = self._forms[k], self._sources[k].root
-        return row_to_problem(row, self._ids[i], form, root, draw % max(1, len(form.prompt_variants)))
+        return row_to_problem(
+            row, self._ids[i], form, root, draw % max(1, len(form.prompt_variants))
+        )
 
     def raw(self, i: int) -> dict[str, Any]:
         """Return the columns of row i as they are stored.
@@ -117,7 +123,9 @@ class ProblemDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         k = self.source_of(i)
-        return self._sources[k].row(i - self._ends[k] + len(self._sources[k].rows), self._columns[k])
+        return self._sources[k].row(
+            i - self._ends[k] + len(self._sources[k].rows), self._columns[k]
+        )
 
     def source_of(self, i: int) -> int:
         """Return the index of the source of row i."""
@@ -158,7 +166,9 @@ class ProblemDataset:
                     result.text_only[i] = problem.id
                     continue
                 level = _level(problem, level_key if self.split == "train" else None)
-                variants = (self.problem(i, draw) for draw in range(1, len(self._forms[k].prompt_variants)))
+                variants = (
+                    self.problem(i, draw) for draw in range(1, len(self._forms[k].prompt_variants))
+                )
                 tokens = max(count_tokens(i, variant) for variant in (problem, *variants))
                 if tokens > max_tokens:
                     result.too_long[i] = tokens
@@ -192,7 +202,9 @@ def _level(problem: Problem, key: str | None) -> float:
     except (TypeError, ValueError):
         pass
     raise RowError(
-        problem.id, "curriculum unusable", f"data.curriculum_key: column {key!r} holds {value!r}, not a number"
+        problem.id,
+        "curriculum unusable",
+        f"data.curriculum_key: column {key!r} holds {value!r}, not a number",
     )
 
 
@@ -208,4 +220,6 @@ def open_datasets(data: DataConfig, environments: Collection[str]) -> dict[str, 
     """
     form = RowFormat.of(data, environments)
     paths = {"train": data.train_data_paths, "val": data.val_data_paths}
-    return {split: ProblemDataset(entries, split, form) for split, entries in paths.items() if entries}
+    return {
+        split: ProblemDataset(entries, split, form) for split, entries in paths.items() if entries
+    }

@@ -27,7 +27,9 @@ def write_digests(run_dir: Path, files: Mapping[str, Mapping[str, Path]]) -> Non
     for split, paths in files.items():
         for entry, path in paths.items():
             with suppress(Exception):  # errors of the disk, and of the hub's client
-                digests[split][entry] = _revision(entry) if entry.startswith(HUB_PREFIX) else digest(path)
+                digests[split][entry] = (
+                    _revision(entry) if entry.startswith(HUB_PREFIX) else digest(path)
+                )
     with suppress(OSError), write_aside(run_dir / FILE) as aside:
         aside.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
@@ -40,10 +42,14 @@ def digest(path: Path) -> dict[str, Any]:
     """
     if path.is_file():
         with path.open("rb") as file:
-            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
+            return {
+                "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+                "bytes": path.stat().st_size,
+            }
     folder_hash, size = hashlib.sha256(), 0
     for file in sorted(
-        (file for file in path.rglob("*") if file.is_file()), key=lambda file: str(file.relative_to(path))
+        (file for file in path.rglob("*") if file.is_file()),
+        key=lambda file: str(file.relative_to(path)),
     ):
         file_digest = digest(file)
         folder_hash.update(f"{file_digest['sha256']}  {file.relative_to(path)}\n".encode())

@@ -20,7 +20,9 @@ from rlinf_vl.data.unusable import NOT_FETCHED, ImageError, shorten
 TIMEOUT_S = 30.0
 
 
-def fetch(url: str, hosts: Sequence[str], max_bytes: int, check: Callable[[bytes], object]) -> bytes:
+def fetch(
+    url: str, hosts: Sequence[str], max_bytes: int, check: Callable[[bytes], object]
+) -> bytes:
     """Return the content of an http(s) URL of one of `hosts`.
 
     The content is cached under `cache_root()` if `check` accepts it.
@@ -57,7 +59,9 @@ def _check_host(url: str, hosts: Sequence[str]) -> None:
         raise _not_fetched(url, f" is no URL: {e}") from e
     if parts.scheme not in ("http", "https") or host not in [listed.lower() for listed in hosts]:
         allowed = f"images are fetched from the hosts in data.image_hosts only, which are {', '.join(hosts) or 'none'}"
-        raise _not_fetched(url, f": {allowed}; list it there, or download the images beside the dataset")
+        raise _not_fetched(
+            url, f": {allowed}; list it there, or download the images beside the dataset"
+        )
     # Parsers disagree on the host of such a URL: the check could see another host than the client.
     if "@" in parts.netloc or "\\" in parts.netloc:
         raise _not_fetched(url, ": a URL with a user in it is not fetched")
@@ -74,7 +78,11 @@ def _read(url: str, hosts: Sequence[str], max_bytes: int) -> bytes:
     data = bytearray()
     try:
         with urllib.request.build_opener(RedirectToListed).open(url, timeout=TIMEOUT_S) as response:
-            while time.monotonic() < deadline and len(data) <= max_bytes and (chunk := response.read1(2**16)):
+            while (
+                time.monotonic() < deadline
+                and len(data) <= max_bytes
+                and (chunk := response.read1(2**16))
+            ):
                 data += chunk
             missing_bytes = response.length
     except ImageError:  # raised by a redirect

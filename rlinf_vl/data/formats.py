@@ -87,13 +87,20 @@ class RowFormat:
     @classmethod
     def of(cls, data: Any, environments: Collection[str] = ()) -> Self:
         """Return the format of a config's `data` section."""
-        keys = {field.name: getattr(data, field.name) for field in fields(cls) if field.name != "environments"}
+        keys = {
+            field.name: getattr(data, field.name)
+            for field in fields(cls)
+            if field.name != "environments"
+        }
         return cls(**keys, environments=environments)
 
     @property
     def columns(self) -> dict[str, str]:
         """Every column from which a problem is made → the config key that names it."""
-        column_keys = {self.prompt_key: "data.prompt_key", self.answer_key.partition(".")[0]: "data.answer_key"}
+        column_keys = {
+            self.prompt_key: "data.prompt_key",
+            self.answer_key.partition(".")[0]: "data.answer_key",
+        }
         column_keys |= dict.fromkeys(self.image_keys, "data.image_keys")
         return {
             column: key
@@ -115,7 +122,10 @@ class RowFormat:
 
         def first(names: Sequence[str]) -> str:
             """Return the first name of an existing column; else the first name, for the error."""
-            return next((name for name in names if not name or name.partition(".")[0] in available), names[0])
+            return next(
+                (name for name in names if not name or name.partition(".")[0] in available),
+                names[0],
+            )
 
         column_keys = {}
         if self.prompt_key == default.prompt_key:
@@ -139,9 +149,7 @@ class RowFormat:
                 return f"{message};{nearest(column, available)}".rstrip(";")
         if not self.prompt_key and not self.prompt_variants:
             example = "data.prompt_variants=['What is this?']"
-            return (
-                f"data.prompt_variants: {source} has pictures and labels, but no question; write one, as in {example}"
-            )
+            return f"data.prompt_variants: {source} has pictures and labels, but no question; write one, as in {example}"
         for variant in self.prompt_variants if self.prompt_key else ():
             if "{problem}" not in variant:
                 reason = f"the question of {source} is not asked; write it where that stands"

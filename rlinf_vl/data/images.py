@@ -93,7 +93,10 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
     """
     if isinstance(value, dict):
         if not set(_DICT_KEYS) & value.keys():
-            raise ImageError(NOT_AN_IMAGE, f"a dict with keys {sorted(map(str, value))}: expected 'bytes' or 'path'")
+            raise ImageError(
+                NOT_AN_IMAGE,
+                f"a dict with keys {sorted(map(str, value))}: expected 'bytes' or 'path'",
+            )
         value = next((value[key] for key in _DICT_KEYS if value.get(key) is not None), None)
         if value is None or isinstance(value, dict):
             fault = "'path' are both None" if value is None else "'path' hold a dict again"
@@ -105,7 +108,9 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
     elif isinstance(value, (bytes, bytearray, memoryview)):
         data = bytes(value)
     else:
-        value_type = type(value).__name__ + (f" of shape {value.shape}" if isinstance(value, np.ndarray) else "")
+        value_type = type(value).__name__ + (
+            f" of shape {value.shape}" if isinstance(value, np.ndarray) else ""
+        )
         expected = "bytes, a dict of bytes or path, base64, a path or a PIL image"
         raise ImageError(NOT_AN_IMAGE, f"{value_type} is no image: expected {expected}")
     _check_bytes(len(data))
@@ -127,7 +132,9 @@ def decode(ref: ImageRef) -> Image.Image:
         image.load()
         image = _to_rgb(image)
     except Exception as e:  # Pillow raises OSError, SyntaxError, struct.error, EOFError…
-        raise ImageError(UNDECODABLE, f"image {ref.hash[:12]} ({len(ref.data)} bytes) can't be decoded: {e}") from e
+        raise ImageError(
+            UNDECODABLE, f"image {ref.hash[:12]} ({len(ref.data)} bytes) can't be decoded: {e}"
+        ) from e
     return image.transpose(_UPRIGHT[orientation - 2]) if 2 <= orientation <= 8 else image
 
 
@@ -167,7 +174,9 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
             raise ImageError(
                 UNDECODABLE, f"{description} are the damaged or truncated header of an image{cause}"
             ) from e
-        raise ImageError(NOT_AN_IMAGE, f"{description} are no image ({', '.join(FORMATS)}){cause}") from e
+        raise ImageError(
+            NOT_AN_IMAGE, f"{description} are no image ({', '.join(FORMATS)}){cause}"
+        ) from e
     _check_size(*image.size, (tile_width, tile_height))
     return image, orientation
 
@@ -181,7 +190,9 @@ def _check_size(width: int, height: int, tile: tuple[int, int] = (1, 1)) -> None
     # A tile is decoded as a whole, even if it is larger than the image.
     for w, h in (tile, (width, height)):
         if w * h > MAX_PIXELS:
-            raise ImageError(TOO_LARGE, f"an image of {w}×{h} pixels; at most {MAX_PIXELS:,} are accepted")
+            raise ImageError(
+                TOO_LARGE, f"an image of {w}×{h} pixels; at most {MAX_PIXELS:,} are accepted"
+            )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         reason = f"an image of {width}×{height} pixels: one side is over {MAX_ASPECT_RATIO} times the other"
         raise ImageError("image too narrow", reason)
@@ -249,7 +260,9 @@ def _read_inside(root: Path | None, name: str) -> bytes:
     if name.lower().endswith(NAMES):
         raise ImageError(VIDEO, f"path {quoted_name} is a video's; {NO_VIDEOS}")
     if root is None:
-        reason = f"{quoted_name} is neither base64 of an image nor, as the dataset has no folder, a path"
+        reason = (
+            f"{quoted_name} is neither base64 of an image nor, as the dataset has no folder, a path"
+        )
         raise ImageError(UNREADABLE, reason)
     try:
         path = (root / name).resolve()
@@ -260,7 +273,9 @@ def _read_inside(root: Path | None, name: str) -> bytes:
                 "name the one that all images are in as data.image_root",
             )
         if not path.is_file():  # excludes devices and pipes, too
-            raise ImageError(UNREADABLE, f"{quoted_name} is neither base64 of an image nor a file in {root}")
+            raise ImageError(
+                UNREADABLE, f"{quoted_name} is neither base64 of an image nor a file in {root}"
+            )
         _check_bytes(path.stat().st_size)
         with path.open("rb") as file:
             # One byte too many, so that a file that has grown meanwhile is refused.

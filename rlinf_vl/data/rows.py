@@ -63,7 +63,11 @@ def row_to_problem(
             raise RowError(row_id, e.kind, f"column {place}: {e}") from e
 
     cells = [(column, image_values(row[column])) for column in form.image_keys]
-    images = [image_of(value, f"{column!r}, image {i}") for column, values in cells for i, value in enumerate(values)]
+    images = [
+        image_of(value, f"{column!r}, image {i}")
+        for column, values in cells
+        for i, value in enumerate(values)
+    ]
     try:
         messages = _messages(row[form.prompt_key] if form.prompt_key else "", form)
     except ValueError as e:
@@ -92,15 +96,23 @@ def row_to_problem(
         part["image_url"] = {"url": image.url}
     _add_text(messages[-1]["content"], form.prompt_suffix)
     if form.system_prompt is not None:
-        messages = [{"role": "system", "content": []}] + [m for m in messages if m["role"] != "system"]
+        messages = [{"role": "system", "content": []}] + [
+            m for m in messages if m["role"] != "system"
+        ]
         _add_text(messages[0]["content"], form.system_prompt)
     n_dropped = _limit_images(messages, form.max_images_per_message, form.max_images_per_sample)
     # Looked up again, in the order of the messages: some images may have been dropped.
-    refs = tuple(image_by_url[part["image_url"]["url"]] for message in messages for part in _image_parts(message))
+    refs = tuple(
+        image_by_url[part["image_url"]["url"]]
+        for message in messages
+        for part in _image_parts(message)
+    )
     answer = _answer(row, row_id, form)
     # Reward functions and environments get the other columns; an answer of another name is one of
     # them.
-    used = {form.prompt_key, *form.image_keys, "env_class"} | ({"answer"} if form.answer_key == "answer" else set())
+    used = {form.prompt_key, *form.image_keys, "env_class"} | (
+        {"answer"} if form.answer_key == "answer" else set()
+    )
     columns = {name: _plain(value) for name, value in row.items() if name not in used}
     env_class = _env_class(row.get("env_class"), columns, row_id, form, root)
     is_chat = isinstance(row.get(form.prompt_key), list)
@@ -152,7 +164,9 @@ def _put_into(parts: list[dict[str, Any]], variant: str) -> None:
     _add_text(parts, text_after)
 
 
-def _env_class(name: Any, columns: dict[str, Any], row_id: str, form: RowFormat, root: Path | None) -> str | None:
+def _env_class(
+    name: Any, columns: dict[str, Any], row_id: str, form: RowFormat, root: Path | None
+) -> str | None:
     """Return the environment that a row names; None: that of the run. `env_kwargs` in `columns`
     become a mapping, in place.
 
@@ -195,7 +209,10 @@ def _env_class(name: Any, columns: dict[str, Any], row_id: str, form: RowFormat,
 # Cached, so that each name is reported once, and not for every row.
 @cache
 def _warn_of_environment(name: str) -> None:
-    log.warning("rows name the environment %r, which is none of ours: they are played in rollout.env_class", name)
+    log.warning(
+        "rows name the environment %r, which is none of ours: they are played in rollout.env_class",
+        name,
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -228,11 +245,19 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"column {key!r} holds {_shown(prompt)}: expected a text or a list of chat messages")
+        raise ValueError(
+            f"column {key!r} holds {_shown(prompt)}: expected a text or a list of chat messages"
+        )
     messages: list[Message] = []
     for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"column {key!r}: {_shown(message)} is no chat message with role and content")
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            raise ValueError(
+                f"column {key!r}: {_shown(message)} is no chat message with role and content"
+            )
         content, parts = message["content"], []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             kind = part.get("type") if isinstance(part, dict) else None
@@ -248,11 +273,17 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
                 image = image["url"] if isinstance(image, dict) and image.get("url") else image
                 parts.append({"type": "image_url"} | ({"image": image} if image else {}))
             else:
-                raise ValueError(f"column {key!r}: content part {_shown(part)} is neither text nor an image")
+                raise ValueError(
+                    f"column {key!r}: content part {_shown(part)} is neither text nor an image"
+                )
         messages.append({"role": message["role"], "content": parts})
     if messages[-1]["role"] != "user":
-        raise ValueError(f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'")
-    user_parts = [part for message in messages if message["role"] == "user" for part in message["content"]]
+        raise ValueError(
+            f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'"
+        )
+    user_parts = [
+        part for message in messages if message["role"] == "user" for part in message["content"]
+    ]
     if not any(part["type"] == "image_url" or part["text"].strip() for part in user_parts):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
     return messages
@@ -279,7 +310,11 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
     key = form.answer_key
     value = at_path(row, key) if key else ""
     reward_spec = row.get(key.partition(".")[0]) if "." in key else None
-    if not key or isinstance(reward_spec, dict) and {reward_spec.get("style"), reward_spec.get("method")} & _JUDGED:
+    if (
+        not key
+        or isinstance(reward_spec, dict)
+        and {reward_spec.get("style"), reward_spec.get("method")} & _JUDGED
+    ):
         return "" if value is None else str(value)
     if value is None or isinstance(value, str) and not value.strip():
         raise RowError(row_id, "answer missing", f"column {key!r} is empty")
@@ -290,9 +325,7 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
         text = json.dumps(_plain(value), ensure_ascii=False)
     # Tables of strings hold a missing value as "nan".
     if text is None or isinstance(value, str) and text.strip().lower() == "nan":
-        reason = (
-            f"column {key!r} holds {_shown(value)}: expected a text, a finite number, true or false, or a list of these"
-        )
+        reason = f"column {key!r} holds {_shown(value)}: expected a text, a finite number, true or false, or a list of these"
         raise RowError(row_id, ANSWER_UNUSABLE, reason)
     return text
 

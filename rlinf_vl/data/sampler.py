@@ -45,7 +45,8 @@ class EpochSampler:
             raise ValueError(f"data.rollout_batch_size: {batch_size} is not positive")
         if len(indices) < batch_size:
             raise ValueError(
-                f"data.rollout_batch_size: {batch_size} problems a step, but only {len(indices)} usable training rows"
+                f"data.rollout_batch_size: {batch_size} problems a step, but only {len(indices)} "
+                "usable training rows"
             )
         self.indices = np.asarray(indices, np.int64)
         self.batch_size = batch_size
@@ -57,13 +58,16 @@ class EpochSampler:
         self._weights = np.asarray(weights, float) / np.sum(weights) if weights else np.ones(0)
         source_of_row = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
         self._rows_by_source = [self.indices[source_of_row == k] for k in range(len(weights))]
-        self._n_returned_by_source = np.zeros(len(weights), np.int64)  # rows returned of each source
+        self._n_returned_by_source = np.zeros(
+            len(weights), np.int64
+        )  # rows returned of each source
         #: Source (-1 without weights) → its newest epoch, and the order of that epoch.
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         for k, source_rows in enumerate(self._rows_by_source):
             if not len(source_rows):
                 raise ValueError(
-                    f"data.weights: {weights[k]:g} for source {k + 1} of data.train_data_paths, of which no row can be used"
+                    f"data.weights: {weights[k]:g} for source {k + 1} of data.train_data_paths, of "
+                    "which no row can be used"
                 )
 
     @property
@@ -111,7 +115,9 @@ class EpochSampler:
         number of rows of each source that were returned since the start.
         """
         epoch, rows = divmod(self._n_returned, self._rows_per_epoch)
-        source_counts = {"drawn": self._n_returned_by_source.tolist()} if len(self._rows_by_source) else {}
+        source_counts = (
+            {"drawn": self._n_returned_by_source.tolist()} if len(self._rows_by_source) else {}
+        )
         return {"epoch": epoch, "rows": rows, **source_counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -119,7 +125,9 @@ class EpochSampler:
 
         If the number of sources has changed, each source counts as having had its share so far.
         """
-        self._n_returned = state["epoch"] * self._rows_per_epoch + min(state["rows"], self._rows_per_epoch)
+        self._n_returned = state["epoch"] * self._rows_per_epoch + min(
+            state["rows"], self._rows_per_epoch
+        )
         source_counts = state.get("drawn", ())
         if len(source_counts) != len(self._rows_by_source):
             source_counts = np.floor(self._weights * self._n_returned)

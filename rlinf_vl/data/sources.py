@@ -29,7 +29,13 @@ log = logging.getLogger(__name__)
 
 HUB_PREFIX = "hf://"
 SEEDS_PREFIX = "seeds://"
-FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
+FILE_FORMATS = {
+    ".parquet": "parquet",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
 #: Bytes of a JSON file that `peek` reads before a run. Loading finds a damaged line beyond them.
 SCANNED = 2**25
 #: Maximum number of files of a folder that `peek` reads; a folder with more is left to `datasets`.
@@ -52,20 +58,31 @@ class Source:
     rows: "datasets.Dataset"
     root: Path | None  # the folder to which image paths in rows are relative; None for the hub
     #: Column names → a view of the rows with these columns in Arrow's format, and the features.
-    _views: dict[tuple[str, ...], tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
+    _views: dict[tuple[str, ...], tuple[Any, Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def row(self, i: int, columns: Sequence[str]) -> dict[str, Any]:
         """Return columns of row i as Python values: bytes, strings, numbers, lists and dicts."""
         names = tuple(columns)
         if names not in self._views:  # creating a view takes longer than reading a row of it
-            self._views[names] = self.rows.with_format("arrow", columns=list(names)), self.rows.features
+            self._views[names] = (
+                self.rows.with_format("arrow", columns=list(names)),
+                self.rows.features,
+            )
         view, features = self._views[names]
-        return {name: _python(features[name], value) for name, value in view[i].to_pylist()[0].items()}
+        return {
+            name: _python(features[name], value) for name, value in view[i].to_pylist()[0].items()
+        }
 
     def plain_columns(self, excluded: Container[str]) -> list[str]:
         """Return the columns, except those in `excluded`, that hold neither images nor bytes."""
         features = self.rows.features
-        return [name for name in self.rows.column_names if name not in excluded and _is_plain(features[name])]
+        return [
+            name
+            for name in self.rows.column_names
+            if name not in excluded and _is_plain(features[name])
+        ]
 
     def column(self, name: str) -> list[Any]:
         """Return the values of a column; None for each row if there is no such column."""
@@ -82,9 +99,14 @@ class Source:
         """
         if "id" in self.rows.column_names:
             values = self.column("id")
-            if all(isinstance(value, (str, int)) for value in values) and len(set(map(str, values))) == len(values):
+            if all(isinstance(value, (str, int)) for value in values) and len(
+                set(map(str, values))
+            ) == len(values):
                 return [f"{stem}:{value}" for value in values]
-            log.warning("%s: column 'id' has missing or repeated values; rows are named by number", self.name)
+            log.warning(
+                "%s: column 'id' has missing or repeated values; rows are named by number",
+                self.name,
+            )
         return [f"{stem}:{number}" for number in range(len(self.rows))]
 
 
@@ -109,7 +131,9 @@ def open_source(name: str, split: str) -> Source:
         try:
             rows = datasets.load_dataset(repository, split=hub_split or "train")
         except Exception as e:  # errors of the hub's client, the network and the builders
-            raise ValueError(f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}") from e
+            raise ValueError(
+                f"{name}: can't be loaded from the hub: {type(e).__name__}: {e}"
+            ) from e
         return Source(name, repository, rows, None)
     if seeds := peek_seeds(name):
         numbers = list(range(seeds.rows or 0))
@@ -122,7 +146,10 @@ def open_source(name: str, split: str) -> Source:
         return Source(name, name, _load(name, path, split), path.parent)
     path = Path(name).expanduser()
     if not path.exists():
-        raise ValueError(f"{name}: no such file or folder (hub datasets are named {HUB_PREFIX}owner/name[:split])")
+        raise ValueError(
+            f"{name}: no such file or folder (hub datasets are named "
+            f"{HUB_PREFIX}owner/name[:split])"
+        )
     table = rows_of_pictures(path, split) if path.is_dir() else path
     if isinstance(table, dict):
         return Source(name, path.stem, datasets.Dataset.from_dict(table), path)
@@ -139,7 +166,9 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
         if FILE_FORMATS.get(path.suffix) == "csv" and path.is_file():
             return datasets.Dataset.from_dict(typed_columns(read_table(path)))
         if path.is_file():
-            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=[str(path)], split="train")
+            return datasets.load_dataset(
+                FILE_FORMATS[path.suffix], data_files=[str(path)], split="train"
+            )
         saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
     except Exception as e:  # errors of `peek`, Arrow, pandas and the builders
@@ -154,7 +183,9 @@ def _load(name: str, path: Path, split: str) -> "datasets.Dataset":
     part_names = list(loaded) if len(loaded) == 1 else SPLITS[split]
     if not (matching_parts := [loaded[part] for part in part_names if part in loaded]):
         parts = ", ".join(map(str, loaded))
-        raise ValueError(f"{name}: none of its parts {parts} is for {split}; name one of its files instead")
+        raise ValueError(
+            f"{name}: none of its parts {parts} is for {split}; name one of its files instead"
+        )
     return matching_parts[0]
 
 
@@ -201,7 +232,9 @@ def peek_seeds(name: str) -> Peek | None:
         return None
     number = name.removeprefix(SEEDS_PREFIX)
     if not (number.isascii() and number.isdigit() and 0 < int(number) <= 10**7):
-        raise ValueError(f"names no number of rows from 1 to 10,000,000; write {SEEDS_PREFIX}1000, say")
+        raise ValueError(
+            f"names no number of rows from 1 to 10,000,000; write {SEEDS_PREFIX}1000, say"
+        )
     return Peek(["id", "problem", "seed"], int(number))
 
 
@@ -218,7 +251,8 @@ def peek(path: Path, scanned: int = SCANNED) -> Peek:
     """
     if not path.is_dir() and path.suffix not in FILE_FORMATS:
         raise ValueError(
-            f"has suffix {path.suffix!r}, which is none of {', '.join(FILE_FORMATS)}; convert it to one of them"
+            f"has suffix {path.suffix!r}, which is none of {', '.join(FILE_FORMATS)}; convert it "
+            "to one of them"
         )
     try:
         if path.is_dir():
@@ -256,7 +290,10 @@ def first_rows(path: Path, columns: Sequence[str], n: int = 64) -> list[dict[str
         table = read_table(path, limit=2**20)
         cells = itertools.islice(zip(*table.values(), strict=True), n)
         return _select([dict(zip(table, row, strict=True)) for row in cells], columns)
-    with path.open(encoding="utf-8-sig") as file, suppress(ValueError):  # one object on several lines
+    with (
+        path.open(encoding="utf-8-sig") as file,
+        suppress(ValueError),
+    ):  # one object on several lines
         if file.read(64).lstrip().startswith("["):
             file.seek(0)
             rows = json.load(file)[:n]
@@ -282,7 +319,9 @@ def _peek_parquet(path: Path) -> Peek:
         with pq.ParquetFile(path) as file:
             return Peek(file.schema_arrow.names, file.metadata.num_rows)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"is no parquet file, or a damaged one ({_why(error)}); write it anew") from error
+        raise ValueError(
+            f"is no parquet file, or a damaged one ({_why(error)}); write it anew"
+        ) from error
 
 
 def _peek_json(path: Path, scanned: int) -> Peek:
@@ -308,7 +347,9 @@ def _peek_json(path: Path, scanned: int) -> Peek:
                 with suppress(ValueError):
                     return Peek(_columns([json.loads(start)], "line"), 1)
             excerpt = shorten(line.decode(errors="replace").strip(), 60)
-            reason = f"line {number} is not JSON ({_why(error)}): {excerpt}; repair or delete that line"
+            reason = (
+                f"line {number} is not JSON ({_why(error)}): {excerpt}; repair or delete that line"
+            )
             raise ValueError(reason) from error
     return Peek(_columns(rows, "line"), len(rows) if is_complete else None)
 
@@ -317,7 +358,10 @@ def _columns(rows: list[Any], unit: str) -> list[str]:
     """Return the columns of all rows; raise ValueError, which names the `unit`, for a bad row."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise ValueError(f"{unit} {number} is {shorten(json.dumps(row), 60)}, not an object of columns; repair it")
+            raise ValueError(
+                f"{unit} {number} is {shorten(json.dumps(row), 60)}, not an object of columns; "
+                "repair it"
+            )
     return list(dict.fromkeys(column for row in rows for column in row))
 
 
@@ -332,7 +376,9 @@ def _peek_folder(path: Path) -> Peek:
         return Peek(list(pictures), len(pictures["label"]))
     if pictures:
         return peek(pictures)
-    visible_files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    visible_files = (
+        file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")
+    )
     files = sorted(itertools.islice(visible_files, _MOST_FILES))
     if not files:
         raise ValueError("holds no files; name a folder with some, or a file")
@@ -340,7 +386,9 @@ def _peek_folder(path: Path) -> Peek:
         if (info.parent / "state.json").is_file() and info.is_file():
             return Peek(list(json.loads(info.read_bytes()).get("features") or ()) or None, None)
     if {file.suffix for file in files} <= {".txt", ".md"}:
-        raise ValueError(f"holds no file of rows ({', '.join(FILE_FORMATS)}); name a folder with some, or a file")
+        raise ValueError(
+            f"holds no file of rows ({', '.join(FILE_FORMATS)}); name a folder with some, or a file"
+        )
     rows = [file for file in files if file.suffix != ".md" and file.stat().st_size]
     formats = {file.suffix for file in rows}
     if len(files) == _MOST_FILES or len(formats) != 1 or not formats <= FILE_FORMATS.keys():

@@ -39,7 +39,9 @@ def read_table(path: Path, limit: int | None = None) -> dict[str, list[str]]:
         text = data.decode("utf-8-sig", errors="ignore" if cut else "strict")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise ValueError(f"line {line} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
+        raise ValueError(
+            f"line {line} is not UTF-8 ({error.reason}); save the file as UTF-8"
+        ) from error
     first = text.partition("\n")[0]
     delimiter = "\t" if path.suffix == ".tsv" else ";" if "," not in first and ";" in first else ","
     csv.field_size_limit(2**31 - 1)  # a cell may hold an image as base64
@@ -49,16 +51,24 @@ def read_table(path: Path, limit: int | None = None) -> dict[str, list[str]]:
     try:
         names += map(str.strip, next(reader, []))
         if repeated := sorted({name for name in names if name and names.count(name) > 1}):
-            raise ValueError(f"line 1 names columns twice: {', '.join(repeated)}; give each a name of its own")
+            raise ValueError(
+                f"line 1 names columns twice: {', '.join(repeated)}; give each a name of its own"
+            )
         for row in reader:
             if len(row) not in (0, len(names)) and not cut:
-                mismatch = f"line {reader.line_num} has {len(row)} cells, the first line {len(names)}"
-                raise ValueError(f"{mismatch}; put cells that have a {delimiter!r} in double quotes")
+                mismatch = (
+                    f"line {reader.line_num} has {len(row)} cells, the first line {len(names)}"
+                )
+                raise ValueError(
+                    f"{mismatch}; put cells that have a {delimiter!r} in double quotes"
+                )
             if row:
                 rows.append(row)
     except csv.Error as error:
         if not cut:
-            raise ValueError(f"line {reader.line_num} can't be read ({error}); repair or delete it") from error
+            raise ValueError(
+                f"line {reader.line_num} can't be read ({error}); repair or delete it"
+            ) from error
     if cut:
         # The limit may cut the last row anywhere.
         rows = [row for row in rows[:-1] if len(row) == len(names)]
@@ -77,9 +87,11 @@ def typed_columns(table: dict[str, list[str]]) -> dict[str, list[Any]]:
 def _typed(cells: list[str]) -> list[Any]:
     for kind in (int, float):
         try:
-            if all(str(kind(cell)) == cell and cell not in ("nan", "inf", "-inf") for cell in cells if cell) and any(
-                cells
-            ):
+            if all(
+                str(kind(cell)) == cell and cell not in ("nan", "inf", "-inf")
+                for cell in cells
+                if cell
+            ) and any(cells):
                 # "5.0" passes the test above, but would be written back as 5.
                 if not any(cell.endswith(".0") for cell in cells):
                     return [kind(cell) if cell else None for cell in cells]
@@ -109,7 +121,10 @@ def rows_of_pictures(folder: Path, split: str) -> Path | dict[str, list[str]] | 
         return None
     files = sorted(file for file in root.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
     names = [str(file.relative_to(folder)) for file in files]
-    return {"file_name": names, "label": [file.parent.name if file.parent != root else "" for file in files]}
+    return {
+        "file_name": names,
+        "label": [file.parent.name if file.parent != root else "" for file in files],
+    }
 
 
 def _has_images(folder: Path) -> bool:

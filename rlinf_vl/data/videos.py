@@ -25,7 +25,11 @@ def video_in(row: dict[str, Any], prompt_key: str, image_keys: Collection[str]) 
     prompt = row.get(prompt_key)
     messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    for part in (part for content in contents for part in (content if isinstance(content, list) else [content])):
+    for part in (
+        part
+        for content in contents
+        for part in (content if isinstance(content, list) else [content])
+    ):
         if isinstance(part, dict) and is_video_part(part):
             return f"column {prompt_key!r}: content part {shorten(repr(part))}: {NO_VIDEOS}"
         text = part.get("text") if isinstance(part, dict) else part
@@ -37,7 +41,9 @@ def video_in(row: dict[str, Any], prompt_key: str, image_keys: Collection[str]) 
 def is_video_part(part: dict[str, Any]) -> bool:
     """Return whether a part of a message's content is a video or its placeholder."""
     # In a table, all parts have the keys of all kinds: only a value that is not None counts.
-    return "video" in str(part.get("type")) or any(part.get(key) is not None for key in ("video", "video_url"))
+    return "video" in str(part.get("type")) or any(
+        part.get(key) is not None for key in ("video", "video_url")
+    )
 
 
 def is_video(begin: bytes) -> bool:
@@ -45,5 +51,11 @@ def is_video(begin: bytes) -> bool:
 
     It knows MP4 and QuickTime (AVIF and HEIC images use the same container), Matroska and AVI.
     """
-    container = begin[4:8] == b"ftyp" and begin[8:11] not in (b"avi", b"hei", b"hev", b"mif", b"msf")
+    container = begin[4:8] == b"ftyp" and begin[8:11] not in (
+        b"avi",
+        b"hei",
+        b"hev",
+        b"mif",
+        b"msf",
+    )
     return container or begin.startswith(b"\x1aE\xdf\xa3") or begin[:4] + begin[8:11] == b"RIFFAVI"

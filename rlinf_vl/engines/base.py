@@ -38,8 +38,9 @@ def low_memory(free_bytes: int) -> str | None:
     if free_bytes >= WAKE_RESERVE_BYTES / 2:
         return None
     return (
-        f"{free_bytes / 2**30:.1f} GiB of the GPU are free while engines generate, beside ranks that keep memory there: set "
-        "actor.enable_offload=true, or lower rollout.gpu_memory_utilization"
+        f"{free_bytes / 2**30:.1f} GiB of the GPU are free while engines generate, beside ranks "
+        "that keep memory there: set actor.enable_offload=true, or lower "
+        "rollout.gpu_memory_utilization"
     )
 
 
@@ -81,7 +82,9 @@ class Engine(Protocol):
         A weight update drops the caches of all sessions, unless `rollout.kv_after_update` is keep.
         """
 
-    def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
+    def load_weights(
+        self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int
+    ) -> None:
         """Overwrite named weights, or some of their values, between two decoding steps.
 
         Tokens sampled from then on carry `version`. Running requests keep their tokens and

@@ -20,7 +20,9 @@ from rlinf_vl.types import ImageRef, Message, Request, SamplingParams
 log = logging.getLogger(__name__)
 
 
-def make_engine(config: Config, model_path: str, processor: Processor, device: str, shared_gpu: bool = False) -> Engine:
+def make_engine(
+    config: Config, model_path: str, processor: Processor, device: str, shared_gpu: bool = False
+) -> Engine:
     """Start the configured engine on a checkpoint. Both kinds of engine get the same pixels.
 
     Args:
@@ -36,9 +38,15 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
     assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
     dtype = DTYPES[rollout.model.precision]
     family = family_of(
-        rollout.model.model_type, model_path, trust, config.actor.model.vlm.paths, config.runner.code_files
+        rollout.model.model_type,
+        model_path,
+        trust,
+        config.actor.model.vlm.paths,
+        config.runner.code_files,
     )
-    vocab = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
+    vocab = (
+        AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
+    )
     banned = processor.banned_ids(vocab)
     if rollout.rollout_backend == "torch":
         from rlinf_vl.engines.torch.engine import TorchEngine
@@ -82,7 +90,11 @@ def make_engine(config: Config, model_path: str, processor: Processor, device: s
         extra_arguments=arguments | rollout.sglang.server_args,
     )
     return SglangEngine(
-        settings, family, banned=banned, pixels=processor.pixels, request_timeout_s=rollout.request_timeout
+        settings,
+        family,
+        banned=banned,
+        pixels=processor.pixels,
+        request_timeout_s=rollout.request_timeout,
     )
 
 
@@ -106,7 +118,10 @@ def warm_up(
         longest: most tokens of a prompt and its response together; longer requests are left out.
         with_image: the model reads images.
     """
-    log.info("the engine is warming up; on a GPU that never ran this model it compiles kernels, which takes minutes")
+    log.info(
+        "the engine is warming up; on a GPU that never ran this model it compiles kernels, which "
+        "takes minutes"
+    )
     picture = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(picture, "PNG")
     image = ImageRef.of(picture.getvalue())

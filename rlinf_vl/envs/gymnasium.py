@@ -101,25 +101,44 @@ class Gymnasium:
         if bool(id) == bool(make):
             raise ValueError("give either id (of gymnasium.make) or make (module:callable)")
         if history < 1 or (max_episode_steps is not None and max_episode_steps < 1):
-            raise ValueError(f"history={history} and max_episode_steps={max_episode_steps} must be at least 1")
+            raise ValueError(
+                f"history={history} and max_episode_steps={max_episode_steps} must be at least 1"
+            )
         self._size = [size] if isinstance(size, int) else size
-        if self._size and not (len(self._size) <= 2 and all(isinstance(n, int) and 1 <= n <= 8192 for n in self._size)):
-            raise ValueError(f"size={size} must be a number of pixels from 1 to 8192, or [height, width]")
+        if self._size and not (
+            len(self._size) <= 2 and all(isinstance(n, int) and 1 <= n <= 8192 for n in self._size)
+        ):
+            raise ValueError(
+                f"size={size} must be a number of pixels from 1 to 8192, or [height, width]"
+            )
         if isinstance(actions, str):
-            raise ValueError(f"actions={actions!r} must be a list of names, or a mapping of names to actions")
+            raise ValueError(
+                f"actions={actions!r} must be a list of names, or a mapping of names to actions"
+            )
         self._make = _maker(id, make, dict(make_kwargs or {}), group_seed % 2**31)
         self._parser: Callable[[str], Any] | None = _function(parser) if parser else None
         sections = re.split(r"^---\s*$", template, flags=re.MULTILINE)
         texts = [_pieces(section) for section in sections]
-        if not 2 <= len(texts) <= 3 or not all(piece.is_valid() for text in texts for piece in text):
+        if not 2 <= len(texts) <= 3 or not all(
+            piece.is_valid() for text in texts for piece in text
+        ):
             raise ValueError(
-                "template: write two or three texts (start, turn, invalid answer) between lines of ---; $$ is a $"
+                "template: write two or three texts (start, turn, invalid answer) between lines "
+                "of ---; $$ is a $"
             )
         self._start_text, self._turn_text = texts[:2]
         self._invalid_text = texts[-1]  # the turn's text where the template has no third one
-        self._actions = {name: i for i, name in enumerate(actions)} if isinstance(actions, Sequence) else actions
+        self._actions = (
+            {name: i for i, name in enumerate(actions)}
+            if isinstance(actions, Sequence)
+            else actions
+        )
         self._frames: deque[Image.Image] = deque(maxlen=history)
-        self._reward_scale, self._invalid_reward, self._success_above = reward_scale, invalid_reward, success_above
+        self._reward_scale, self._invalid_reward, self._success_above = (
+            reward_scale,
+            invalid_reward,
+            success_above,
+        )
         self._max_steps = max_episode_steps
         self._metrics = metrics
         self._seed, self._group_seed = seed, group_seed % 2**31
@@ -134,15 +153,21 @@ class Gymnasium:
         with _exclusive_drawing():
             self._env = self._make()
             takes_seed = "seed" in inspect.signature(self._env.reset).parameters
-            reset_result = self._env.reset(seed=self._group_seed) if takes_seed else self._env.reset()
+            reset_result = (
+                self._env.reset(seed=self._group_seed) if takes_seed else self._env.reset()
+            )
             unwrapped = getattr(self._env, "unwrapped", self._env)
             if takes_seed and hasattr(unwrapped, "np_random"):
                 unwrapped.np_random = np.random.default_rng(self._seed)
             # Gymnasium returns (observation, info), the old gym the observation alone.
-            self._record_observation(reset_result[0] if isinstance(reset_result, tuple) else reset_result)
+            self._record_observation(
+                reset_result[0] if isinstance(reset_result, tuple) else reset_result
+            )
         table = self._actions or _action_names(self._env)
         if not table and self._parser is None:
-            raise ValueError(f"{self._env.action_space} is not discrete: give a table of actions, or a parser")
+            raise ValueError(
+                f"{self._env.action_space} is not discrete: give a table of actions, or a parser"
+            )
         # YAML has lists only; a continuous action must be an array.
         self._names = {
             str(name).casefold(): np.asarray(action) if isinstance(action, list) else action
@@ -195,18 +220,25 @@ class Gymnasium:
         if self._parser is not None:
             return self._parser(response)
         boxed = re.findall(r"\\boxed\{([^{}]*)\}", response)
-        return self._names.get((boxed[-1] if boxed else response).strip(" \t\r\n.!'\"`*").casefold())
+        return self._names.get(
+            (boxed[-1] if boxed else response).strip(" \t\r\n.!'\"`*").casefold()
+        )
 
     def _record_observation(self, observation: Any) -> None:
         """Store the rendered frame, its state and the texts of an observation."""
         frame = np.asarray(self._env.render())
         if frame.ndim != 3 or frame.dtype != np.uint8:
-            raise ValueError(f"render() gave {frame.dtype} of shape {frame.shape}, not uint8 of [height, width, 3]")
+            raise ValueError(
+                f"render() gave {frame.dtype} of shape {frame.shape}, not uint8 of [height, width, "
+                "3]"
+            )
         # Turns with equal frames count as turns in the same state (GiGPO).
         self._state = hashlib.blake2b(frame.tobytes(), digest_size=12).hexdigest()
         self._frames.append(_resized(Image.fromarray(frame), self._size))
         entries = observation if isinstance(observation, Mapping) else {"observation": observation}
-        self._observed_texts = {name: text for name, text in entries.items() if isinstance(text, str)}
+        self._observed_texts = {
+            name: text for name, text in entries.items() if isinstance(text, str)
+        }
 
     def _message(self, text: list[Template], reward: float = 0.0) -> Message:
         """Fill a template's pieces and put the frames between them.
@@ -269,7 +301,9 @@ def _pieces(section: str) -> list[Template]:
 
 def _function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
-    function = getattr(importlib.import_module(module), attribute, None) if module and attribute else None
+    function = (
+        getattr(importlib.import_module(module), attribute, None) if module and attribute else None
+    )
     if not callable(function):
         raise ValueError(f"{name!r} is no callable; write module:name")
     return function
@@ -288,7 +322,9 @@ def _action_names(env: Any) -> dict[str, Any]:
 def _text_of(problem: Problem) -> str:
     """Return the text of the row's last message."""
     content = problem.messages[-1]["content"] if problem.messages else ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
 
 
 def _resized(frame: Image.Image, size: Sequence[int] | None) -> Image.Image:
@@ -296,9 +332,15 @@ def _resized(frame: Image.Image, size: Sequence[int] | None) -> Image.Image:
     if not size:
         return frame
     longer = max(frame.size)
-    width, height = (max(1, side * size[0] // longer) for side in frame.size) if len(size) == 1 else (size[1], size[0])
+    width, height = (
+        (max(1, side * size[0] // longer) for side in frame.size)
+        if len(size) == 1
+        else (size[1], size[0])
+    )
     smaller = width * height < frame.width * frame.height
-    return frame.resize((width, height), Image.Resampling.LANCZOS if smaller else Image.Resampling.NEAREST)
+    return frame.resize(
+        (width, height), Image.Resampling.LANCZOS if smaller else Image.Resampling.NEAREST
+    )
 
 
 def _numbers(info: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:

@@ -38,7 +38,9 @@ class PictureTool(ToolEnv):
         full_picture = self._picture(picture)
         part = full_picture.crop(_pixels(box, *full_picture.size))
         scale = min(full_picture.width / part.width, full_picture.height / part.height)
-        return part.resize((round(part.width * scale), round(part.height * scale)), Image.Resampling.LANCZOS)
+        return part.resize(
+            (round(part.width * scale), round(part.height * scale)), Image.Resampling.LANCZOS
+        )
 
     def _picture(self, number: int) -> Image.Image:
         images = self.problem.images
@@ -59,7 +61,10 @@ def _pixels(box: list[float], width: int, height: int) -> tuple[int, int, int, i
         raise ValueError(f"box: {len(box)} numbers are not [left, top, right, bottom]")
     left, top, right, bottom = (min(max(value, 0), 1000) / 1000 for value in box)
     if left >= right or top >= bottom:
-        raise ValueError(f"box: {box} holds no part of the picture; left < right and top < bottom lie within 0 … 1000")
+        raise ValueError(
+            f"box: {box} holds no part of the picture; left < right and top < bottom lie within 0 "
+            "… 1000"
+        )
     shortest = max(MIN_SIDE, math.ceil(max(width, height) / MAX_ASPECT_RATIO))
     (x, w), (y, h) = _span(left, right, width, shortest), _span(top, bottom, height, shortest)
     return x, y, x + w, y + h

@@ -114,10 +114,14 @@ class EnvMaker:
             "group_seed": group_seed,
         }
         names = _parameters(cls)
-        return cast(Env, cls(**kwargs, **{name: value for name, value in offered.items() if name in names}))
+        return cast(
+            Env, cls(**kwargs, **{name: value for name, value in offered.items() if name in names})
+        )
 
     def _grade(self, problem: Problem, response: str, answer: str) -> bool:
-        return self.grade(problem if answer == problem.answer else replace(problem, answer=answer), response)
+        return self.grade(
+            problem if answer == problem.answer else replace(problem, answer=answer), response
+        )
 
     def name_of(self, problem: Problem) -> str:
         """Return the name of the problem's environment."""
@@ -138,13 +142,20 @@ class EnvMaker:
     def _class_and_keywords(self, problem: Problem) -> tuple[type, dict[str, Any]]:
         row_kwargs = problem.columns.get("env_kwargs") or {}
         if not isinstance(row_kwargs, dict):
-            raise ValueError(f"column 'env_kwargs' holds {row_kwargs!r}; write a mapping of keywords")
+            raise ValueError(
+                f"column 'env_kwargs' holds {row_kwargs!r}; write a mapping of keywords"
+            )
         cls = load_env_class(self.name_of(problem), self.files)
         # Rows are data that may come from anywhere, so they must not choose functions or addresses.
         if refused := sorted(row_kwargs.keys() & set(getattr(cls, "config_only", ()))):
-            raise ValueError(f"column 'env_kwargs' gives {', '.join(refused)}, which rollout.env_kwargs alone may say")
+            raise ValueError(
+                f"column 'env_kwargs' gives {', '.join(refused)}, which rollout.env_kwargs alone "
+                "may say"
+            )
         # rollout.env_kwargs are for the configured class; the class of a row may not know them.
-        is_configured_class = problem.env_class is None or cls is load_env_class(self.name, self.files)
+        is_configured_class = problem.env_class is None or cls is load_env_class(
+            self.name, self.files
+        )
         return cls, (dict(self.kwargs) if is_configured_class else {}) | row_kwargs
 
 
@@ -156,4 +167,6 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
 
 
 def _takes_any(cls: type) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+    return any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()
+    )

@@ -89,14 +89,21 @@ class Remote:
         except (httpx.InvalidURL, TypeError) as error:
             raise ValueError(f"url: {url!r} is no address: {error}") from None
         if address.scheme not in ("http", "https") or not address.host:
-            raise ValueError(f"url: {url!r} is no address of an app; write it as in http://localhost:8000")
+            raise ValueError(
+                f"url: {url!r} is no address of an app; write it as in http://localhost:8000"
+            )
         if address.userinfo:
             raise ValueError(
-                f"url: the address of {address.host} has a user in it; name a variable with a token in token_env"
+                f"url: the address of {address.host} has a user in it; name a variable with a "
+                "token in token_env"
             )
         if address.query or address.fragment:
             raise ValueError(f"url: {url!r} must end with a path; leave out what follows ? or #")
-        limits = {"timeout_s": timeout_s, "max_reply_bytes": max_reply_bytes, "max_images": max_images}
+        limits = {
+            "timeout_s": timeout_s,
+            "max_reply_bytes": max_reply_bytes,
+            "max_images": max_images,
+        }
         for name, value in (limits | {"max_pixels": max_pixels}).items():
             if not value > 0:
                 raise ValueError(f"{name}: {value} must be > 0")
@@ -105,8 +112,17 @@ class Remote:
         self._url = str(address).rstrip("/")
         self._token_env, self._token = token_env, _token(token_env)
         self._timeout_s, self._retry_s = timeout_s, retry_s
-        self._max_bytes, self._max_images, self._max_pixels = max_reply_bytes, max_images, max_pixels
-        self._facts = {"seed": seed, "group_seed": group_seed, "reward_max": reward_max, "reward_min": reward_min}
+        self._max_bytes, self._max_images, self._max_pixels = (
+            max_reply_bytes,
+            max_images,
+            max_pixels,
+        )
+        self._facts = {
+            "seed": seed,
+            "group_seed": group_seed,
+            "reward_max": reward_max,
+            "reward_min": reward_min,
+        }
         self._id = secrets.token_hex(16)
         self._started, self._turn = False, 0
         self._client: httpx.AsyncClient | None = None
@@ -115,11 +131,14 @@ class Remote:
         headers = {"Accept": "multipart/related, application/json", "Accept-Encoding": "identity"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        self._client = httpx.AsyncClient(verify=_tls(), trust_env=False, timeout=self._timeout_s, headers=headers)
+        self._client = httpx.AsyncClient(
+            verify=_tls(), trust_env=False, timeout=self._timeout_s, headers=headers
+        )
         app, _ = await self._ask("GET", "info", self._retry_s)
         if app.get("protocol") != PROTOCOL:
             raise RemoteError(
-                f"{self._url}/info names protocol {shorten(repr(app.get('protocol')))}; {PROTOCOL} is spoken here"
+                f"{self._url}/info names protocol {shorten(repr(app.get('protocol')))}; {PROTOCOL} "
+                "is spoken here"
             )
         row = {
             "id": problem.id,
@@ -129,7 +148,9 @@ class Remote:
         }
         # Set before the request, because the app may start the episode and its reply may be lost.
         self._started = True
-        reply, parts = await self._ask("POST", "start", self._retry_s, self._facts | {"id": self._id, "problem": row})
+        reply, parts = await self._ask(
+            "POST", "start", self._retry_s, self._facts | {"id": self._id, "problem": row}
+        )
         return self._messages(reply, parts)
 
     async def step(self, response: str) -> StepResult:
@@ -138,7 +159,11 @@ class Remote:
         # Only after the reply, because a repeated request must name the same turn.
         self._turn += 1
         reward, done, info = (reply.get(name) for name in ("reward", "done", "info"))
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        if (
+            isinstance(reward, bool)
+            or not isinstance(reward, (int, float))
+            or not math.isfinite(reward)
+        ):
             raise RemoteError(f"reward is {shorten(repr(reward))}, no finite number")
         if not isinstance(done, bool):
             raise RemoteError(f"done is {shorten(repr(done))}, neither true nor false")
@@ -178,11 +203,19 @@ class Remote:
                 trouble = f"status {status}"
             except (httpx.TransportError, TimeoutError) as error:
                 # A failed connection is treated like a busy app.
-                status, headers, data, trouble = 503, httpx.Headers(), b"", f"{type(error).__name__} {error}".strip()
+                status, headers, data, trouble = (
+                    503,
+                    httpx.Headers(),
+                    b"",
+                    f"{type(error).__name__} {error}".strip(),
+                )
             if status not in _BUSY:
                 break
             if loop.time() + wait_s > deadline:
-                raise RemoteError(f"{self._url}/{path} doesn't answer, asked for {retry_s:g} s: {self._safe(trouble)}")
+                raise RemoteError(
+                    f"{self._url}/{path} doesn't answer, asked for {retry_s:g} s: "
+                    f"{self._safe(trouble)}"
+                )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         if status != 200:
@@ -190,9 +223,13 @@ class Remote:
         try:
             return self._read(headers.get("content-type", ""), data)
         except (ValueError, RecursionError) as error:
-            raise RemoteError(f"{self._url}/{path}: {self._safe(f'{type(error).__name__}: {error}')}") from None
+            raise RemoteError(
+                f"{self._url}/{path}: {self._safe(f'{type(error).__name__}: {error}')}"
+            ) from None
 
-    async def _attempt(self, method: str, path: str, content: bytes | None) -> tuple[int, httpx.Headers, bytes]:
+    async def _attempt(
+        self, method: str, path: str, content: bytes | None
+    ) -> tuple[int, httpx.Headers, bytes]:
         """Send a request once; return status, headers and body. Reading stops at
         `max_reply_bytes`."""
         if self._client is None:
@@ -200,17 +237,24 @@ class Remote:
         kind = {} if content is None else {"Content-Type": "application/json"}
         async with (
             asyncio.timeout(self._timeout_s),
-            self._client.stream(method, f"{self._url}/{path}", content=content, headers=kind) as reply,
+            self._client.stream(
+                method, f"{self._url}/{path}", content=content, headers=kind
+            ) as reply,
         ):
             # The bound counts the bytes as they arrive, and compressed ones could expand beyond it.
             if reply.headers.get("content-encoding", "identity") != "identity":
-                raise RemoteError(f"{self._url}/{path} compresses its reply, though it was asked not to")
+                raise RemoteError(
+                    f"{self._url}/{path} compresses its reply, though it was asked not to"
+                )
             length, data = int(reply.headers.get("content-length", 0)), bytearray()
             async for chunk in reply.aiter_raw():
                 data += chunk
                 # The announced length counts, too, so that a large reply is refused at its first chunk.
                 if max(len(data), length) > self._max_bytes:
-                    raise RemoteError(f"{self._url}/{path} replies with more than max_reply_bytes={self._max_bytes:,}")
+                    raise RemoteError(
+                        f"{self._url}/{path} replies with more than "
+                        f"max_reply_bytes={self._max_bytes:,}"
+                    )
             return reply.status_code, reply.headers, bytes(data)
 
     def _refusal(self, path: str, status: int, headers: httpx.Headers, data: bytes) -> str:
@@ -225,7 +269,11 @@ class Remote:
         if 300 <= status < 400:
             return f"status {status}: it redirects to {self._safe(headers.get('location', ''))}, and no redirect is followed"
         reply_text = self._safe(data.decode(errors="replace"))
-        lost = "; it was started again, or gave the episode up" if status in (404, 410) and path == "step" else ""
+        lost = (
+            "; it was started again, or gave the episode up"
+            if status in (404, 410) and path == "step"
+            else ""
+        )
         return f"status {status}{lost}: {reply_text}"
 
     def _safe(self, text: str) -> str:
@@ -249,7 +297,9 @@ class Remote:
             raise ValueError(f"{shorten(repr(reply))} is no JSON object")
         # The policy sees the reply and the run records it, so the token must not be in it.
         encoded = json.dumps(reply, ensure_ascii=False).encode()  # raises for half a surrogate pair
-        if self._token and any(self._token.encode() in content for content in (encoded, *parts.values())):
+        if self._token and any(
+            self._token.encode() in content for content in (encoded, *parts.values())
+        ):
             raise ValueError("it sends the token back")
         return reply, parts
 
@@ -264,14 +314,19 @@ class Remote:
         out: list[Message] = []
         for message in messages:
             role, content = (
-                (message.get(name) for name in ("role", "content")) if isinstance(message, dict) else (None, None)
+                (message.get(name) for name in ("role", "content"))
+                if isinstance(message, dict)
+                else (None, None)
             )
             if role not in ROLES or not isinstance(content, (str, list)):
                 raise RemoteError(
-                    f"{shorten(repr(message))} is no message with content and one of the roles {', '.join(ROLES)}"
+                    f"{shorten(repr(message))} is no message with content and one of the roles "
+                    f"{', '.join(ROLES)}"
                 )
             content = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            image_count += sum(isinstance(part, dict) and part.get("type") == "image_url" for part in content)
+            image_count += sum(
+                isinstance(part, dict) and part.get("type") == "image_url" for part in content
+            )
             if image_count > self._max_images:
                 raise RemoteError(f"a reply with more than max_images={self._max_images}")
             out.append({"role": role, "content": [self._part(part, parts) for part in content]})
@@ -284,15 +339,20 @@ class Remote:
             # No other URLs are accepted, so that nothing is fetched for the app.
             case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:"):
                 image = to_image_ref(url, root=None)
-            case {"type": "image_url", "image_url": {"url": str(url)}} if url.removeprefix(_PART) in parts:
+            case {"type": "image_url", "image_url": {"url": str(url)}} if (
+                url.removeprefix(_PART) in parts
+            ):
                 image = to_image_ref(parts[url.removeprefix(_PART)], root=None)
             case _:
                 raise RemoteError(
-                    f"{shorten(repr(part))} is neither text nor an image_url with a data URI or {_PART}NAME"
+                    f"{shorten(repr(part))} is neither text nor an image_url with a data URI or "
+                    f"{_PART}NAME"
                 )
         height, width = image_size(image)
         if height * width > self._max_pixels:
-            raise RemoteError(f"an image of {height} x {width} has more than max_pixels={self._max_pixels:,}")
+            raise RemoteError(
+                f"an image of {height} x {width} has more than max_pixels={self._max_pixels:,}"
+            )
         return {"type": "image", "image": image.data}
 
 
@@ -304,14 +364,19 @@ def _token(variable: str | None) -> str:
     token = os.environ.get(variable, "")
     if not token:
         raise ValueError(
-            f"token_env: the environment variable {variable} is not set; export it before the run's Ray starts"
+            f"token_env: the environment variable {variable} is not set; export it before the "
+            "run's Ray starts"
         )
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(
-            f"token_env: what {variable} holds is no token: it has blanks, line ends or letters beyond ASCII"
+            f"token_env: what {variable} holds is no token: it has blanks, line ends or letters "
+            "beyond ASCII"
         )
     if len(token) < 8:
-        raise ValueError(f"token_env: what {variable} holds is shorter than 8 characters, which any text might contain")
+        raise ValueError(
+            f"token_env: what {variable} holds is shorter than 8 characters, which any text might "
+            "contain"
+        )
     return token
 
 
@@ -320,12 +385,19 @@ def _with_images(problem: Problem) -> list[Message]:
     kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
     urls = {}
     for image in problem.images:
-        kind = next((kind for magic, kind in kinds.items() if bytes(image.data[:4]).startswith(magic)), "octet-stream")
+        kind = next(
+            (kind for magic, kind in kinds.items() if bytes(image.data[:4]).startswith(magic)),
+            "octet-stream",
+        )
         urls[image.url] = f"data:image/{kind};base64,{base64.b64encode(image.data).decode()}"
 
     def inline(part: dict[str, Any]) -> dict[str, Any]:
         url = part.get("image_url", {}).get("url", "")
-        return {"type": "image_url", "image_url": {"url": urls[url]}} if url.startswith(IMAGE_URL_PREFIX) else part
+        return (
+            {"type": "image_url", "image_url": {"url": urls[url]}}
+            if url.startswith(IMAGE_URL_PREFIX)
+            else part
+        )
 
     return [
         m if isinstance(m["content"], str) else m | {"content": list(map(inline, m["content"]))}
@@ -348,10 +420,14 @@ def _parts(data: bytes, boundary: bytes, max_parts: int) -> dict[str, bytes]:
     out = {}
     for part in pieces[:-1]:
         head, end, content = part.partition(b"\r\n\r\n")
-        headers = BytesHeaderParser().parsebytes(head.removeprefix(b"\r\n") + b"\r\n\r\n") if end else Headers()
-        name = headers.get_param("name", header="content-disposition") or str(headers.get("content-id", "")).strip(
-            "<> "
+        headers = (
+            BytesHeaderParser().parsebytes(head.removeprefix(b"\r\n") + b"\r\n\r\n")
+            if end
+            else Headers()
         )
+        name = headers.get_param("name", header="content-disposition") or str(
+            headers.get("content-id", "")
+        ).strip("<> ")
         if not isinstance(name, str) or not name or name in out:
             raise ValueError("a part of a multipart reply has no name of its own")
         out[name] = content

@@ -90,7 +90,11 @@ For each function call, return a json object with function name and arguments wi
         """
         super().__init_subclass__()
         methods = inspect.getmembers(cls, callable)
-        cls._tools = {name: _tool(cls, name) for name, _ in methods if name[0] != "_" and not hasattr(ToolEnv, name)}
+        cls._tools = {
+            name: _tool(cls, name)
+            for name, _ in methods
+            if name[0] != "_" and not hasattr(ToolEnv, name)
+        }
 
     def __init__(
         self,
@@ -127,7 +131,9 @@ For each function call, return a json object with function name and arguments wi
         """Return the problem's messages, with the tools in the system message."""
         self.problem = problem
         messages = list(problem.messages)
-        schemas = "\n".join(json.dumps(tool.schema, ensure_ascii=False) for tool in self._tools.values())
+        schemas = "\n".join(
+            json.dumps(tool.schema, ensure_ascii=False) for tool in self._tools.values()
+        )
         tools_text = self.tools_prompt.replace("{tools}", schemas)
         if not tools_text:
             return messages
@@ -158,7 +164,9 @@ For each function call, return a json object with function name and arguments wi
         # All refused calls are one fact, so the others are added here.
         self.metrics["tool_errors"] += sum("error" in fact for fact in facts) + max(0, refused - 1)
         info = {"tool_calls": facts, "metrics": dict(self.metrics)}
-        return StepResult(({"role": "user", "content": parts},), self.pay(self.reward_min), False, info)
+        return StepResult(
+            ({"role": "user", "content": parts},), self.pay(self.reward_min), False, info
+        )
 
     def answer(self, response: str) -> StepResult:
         """End the episode with a response without calls, and leave its reward to the run's reward
@@ -187,16 +195,29 @@ For each function call, return a json object with function name and arguments wi
         try:
             if call.error is not None:
                 raise _CallError(call.error)
-            if not isinstance(name, str) or not value.keys() <= {"name", "arguments"} or "name" not in value:
-                raise _CallError('a call is an object {"name": …, "arguments": {…}} and nothing else')
+            if (
+                not isinstance(name, str)
+                or not value.keys() <= {"name", "arguments"}
+                or "name" not in value
+            ):
+                raise _CallError(
+                    'a call is an object {"name": …, "arguments": {…}} and nothing else'
+                )
             if name not in self._tools:
                 raise _CallError(f"no tool {name!r}; there are {', '.join(self._tools)}")
             if problem := best_match(self._tools[name].arguments.iter_errors(arguments)):
-                place = "".join(f"[{key!r}]" if isinstance(key, int) else f".{key}" for key in problem.absolute_path)
+                place = "".join(
+                    f"[{key!r}]" if isinstance(key, int) else f".{key}"
+                    for key in problem.absolute_path
+                )
                 raise _CallError(f"arguments{place}: {problem.message}")
             return _parts(getattr(self, name)(**arguments)), fact
-        except Exception as error:  # an error is the policy's to read, also one that the tool raised
-            text = str(error) if isinstance(error, _CallError) else f"{type(error).__name__}: {error}"
+        except (
+            Exception
+        ) as error:  # an error is the policy's to read, also one that the tool raised
+            text = (
+                str(error) if isinstance(error, _CallError) else f"{type(error).__name__}: {error}"
+            )
             if len(text) > MAX_ERROR:
                 text = f"{text[: MAX_ERROR // 2]} … {text[-MAX_ERROR // 2 :]}"
             return [{"type": "text", "text": f"error: {text}"}], fact | {"error": text}
@@ -281,7 +302,9 @@ def _nullable(schema: Any) -> Any:
 
 def _parts(result: Any) -> list[Part]:
     """Return a tool's result as message parts."""
-    has_images = isinstance(result, (list, tuple)) and any(isinstance(item, Image.Image) for item in result)
+    has_images = isinstance(result, (list, tuple)) and any(
+        isinstance(item, Image.Image) for item in result
+    )
     return [_part(item) for item in (result if has_images else [result])]
 
 

@@ -33,14 +33,18 @@ class AttentionContext(Protocol):
     Shapes: q [1|B, H, T, D], k and v [1|B, H_kv, T, D].
     """
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """Return the layer's attention of `q` over the keys that each token may see: [B, T, H, D].
 
         `scaling` multiplies the scores.
         """
         ...
 
-    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
         """Run convolution and recurrence of a gated delta net (`kernels.delta`).
 
         qkv [1|B, T, C], g and beta float32 [1|B, T, Hv] → [1|B, T, Hv, dv] in qkv's dtype.
@@ -86,12 +90,16 @@ class SegmentAttention:
                 key_starts, key_ends = cu_seqlens[batch], cu_seqlens[batch + 1]
                 query_ends = cu_seqlens[subtree_ends[i : i + prefixes_per_call]]
                 n_keys, n_queries = key_ends - key_starts, query_ends - key_ends
-                kernel_between = kernel_class(np.cumsum([0, *n_queries]), np.cumsum([0, *n_keys]), False, device)
+                kernel_between = kernel_class(
+                    np.cumsum([0, *n_queries]), np.cumsum([0, *n_keys]), False, device
+                )
                 queries = _token_index(key_ends, n_queries, device)
                 keys = _token_index(key_starts, n_keys, device)
                 self.shared.append((queries, keys, kernel_between))
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         assert q.shape[0] == 1, f"packed rows have batch size 1, not {q.shape[0]}"
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
         return _Attention.apply(q_THD, k_THD, v_THD, self, scaling).unsqueeze(0)
@@ -101,7 +109,9 @@ class SegmentAttention:
         """The layout for the row's delta nets, made on first use: most families have none."""
         return self._delta()
 
-    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
         return delta_rule(qkv[0], g[0], beta[0], mixer, self.delta)[0].unsqueeze(0)
 
 
@@ -136,14 +146,22 @@ class _Attention(torch.autograd.Function):
         plan, scale = ctx.plan, ctx.scale
         dq, dk, dv = plan.segment_kernel.backward(grad, q, k, v, out, lse, scale)
         for rows, keys, kernel in plan.shared:
-            prefix_grads = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale=scale)
-            for grad_sum, tokens, prefix_grad in zip((dq, dk, dv), (rows, keys, keys), prefix_grads, strict=True):
+            prefix_grads = kernel.backward(
+                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale=scale
+            )
+            for grad_sum, tokens, prefix_grad in zip(
+                (dq, dk, dv), (rows, keys, keys), prefix_grads, strict=True
+            ):
                 grad_sum[tokens] += prefix_grad  # an index names no token twice, so += loses none
         return dq, dk, dv, None, None
 
 
 def merge(
-    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor | slice, added_out: torch.Tensor, added_lse: torch.Tensor
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rows: torch.Tensor | slice,
+    added_out: torch.Tensor,
+    added_lse: torch.Tensor,
 ) -> None:
     """Merge attention over further keys into that of some rows, in place.
 
@@ -176,7 +194,9 @@ def _levels(cu_seqlens: np.ndarray, prefix: np.ndarray) -> list[tuple[np.ndarray
         depths[segment] = len(path)
         path.append(segment)
     # Empty prefixes, and prefixes whose descendants are all empty, need no call.
-    shared = np.flatnonzero((cu_seqlens[:-1] < cu_seqlens[1:]) & (cu_seqlens[1:] < cu_seqlens[ends]))
+    shared = np.flatnonzero(
+        (cu_seqlens[:-1] < cu_seqlens[1:]) & (cu_seqlens[1:] < cu_seqlens[ends])
+    )
     levels = (shared[depths[shared] == depth] for depth in range(depths.max(initial=-1) + 1))
     return [(level, ends[level]) for level in levels if len(level)]
 

@@ -108,7 +108,9 @@ class ContextAttention:
         self.row = row
         self.ranks = ranks
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         heads, kv_heads, size = q.shape[1], k.shape[1], self.ranks.size
         kv_heads_needed = torch.tensor(_kv_heads_by_rank(heads, kv_heads, size), device=k.device)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [t, heads, D]
@@ -120,16 +122,24 @@ class ContextAttention:
         out = self.row.attend(layer, q, k, v, scaling)[0]
         return self.ranks.to_tokens(out).flatten(1, 2).unsqueeze(0)
 
-    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
         size, device = self.ranks.size, str(qkv.device)
         channels, key_heads = _channels(
             mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim, size, device
         )
-        inputs = self.ranks.to_heads(qkv[0].index_select(1, channels.flatten()).unflatten(1, (size, -1)))
-        gates = self.ranks.to_heads(torch.stack([g[0], beta[0]], 1).unflatten(2, (size, -1)).transpose(1, 2))
+        inputs = self.ranks.to_heads(
+            qkv[0].index_select(1, channels.flatten()).unflatten(1, (size, -1))
+        )
+        gates = self.ranks.to_heads(
+            torch.stack([g[0], beta[0]], 1).unflatten(2, (size, -1)).transpose(1, 2)
+        )
         # Channels of the convolution are independent, too: a rank needs the weights of its own.
         weight = mixer.weight.index_select(0, channels[self.ranks.rank])
-        rank_mixer = Mixer(weight, key_heads, mixer.value_heads // size, mixer.key_dim, mixer.value_dim)
+        rank_mixer = Mixer(
+            weight, key_heads, mixer.value_heads // size, mixer.key_dim, mixer.value_dim
+        )
         out = self.row.mix(layer, rank_mixer, inputs[None], gates[None, :, 0], gates[None, :, 1])[0]
         return self.ranks.to_tokens(out).flatten(1, 2).unsqueeze(0)
 
@@ -143,7 +153,10 @@ def _kv_heads_by_rank(heads: int, kv_heads: int, size: int) -> tuple[int, ...]:
     assert heads % size == 0, f"{size} ranks can't divide {heads} heads"
     queries_per_key = heads // kv_heads
     # The gcd is the longest run of query heads that always share both a rank and a key head.
-    return tuple(head // queries_per_key for head in range(0, heads, math.gcd(heads // size, queries_per_key)))
+    return tuple(
+        head // queries_per_key
+        for head in range(0, heads, math.gcd(heads // size, queries_per_key))
+    )
 
 
 @cache

@@ -40,7 +40,9 @@ def gated_norm_forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tenso
 def mlp_forward(self: Any, x: torch.Tensor, **_) -> torch.Tensor:
     """Run `forward` of a transformers gated MLP."""
     kernels = kernels_for(x)
-    (out,) = kernels.projections(kernels.swiglu(*kernels.projections(x, self.gate_proj, self.up_proj)), self.down_proj)
+    (out,) = kernels.projections(
+        kernels.swiglu(*kernels.projections(x, self.gate_proj, self.up_proj)), self.down_proj
+    )
     return out
 
 
@@ -56,7 +58,9 @@ def attention_forward(self: Any, hidden_states, position_embeddings, *, context,
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
-    q, k, v = (x.transpose(1, 2) for x in (kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin), v))
+    q, k, v = (
+        x.transpose(1, 2) for x in (kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin), v)
+    )
     out = context.attend(self.layer_idx, q, k, v, self.scaling)
     (out,) = kernels.projections(out.reshape(*hidden_states.shape[:-1], -1), self.o_proj)
     return out, None
@@ -75,7 +79,10 @@ def gated_attention_forward(self: Any, hidden_states, position_embeddings, *, co
     k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (k, v))
     cos, sin = (x.unsqueeze(2) for x in position_embeddings)
     q, k = (kernels.rotate(x, cos, sin) for x in (self.q_norm(q), self.k_norm(k)))
-    out = context.attend(self.layer_idx, *(x.transpose(1, 2) for x in (q, k, v)), self.scaling) * gate.sigmoid()
+    out = (
+        context.attend(self.layer_idx, *(x.transpose(1, 2) for x in (q, k, v)), self.scaling)
+        * gate.sigmoid()
+    )
     (out,) = kernels.projections(out.flatten(2), self.o_proj)
     return out, None
 
@@ -86,7 +93,9 @@ def delta_net_forward(self: Any, hidden_states, *, context, **_) -> torch.Tensor
     hidden_states [B, T, H] → [B, T, H]. Decays and state are float32.
     """
     kernels = kernels_for(hidden_states)
-    qkv, z, b, a = kernels.projections(hidden_states, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+    qkv, z, b, a = kernels.projections(
+        hidden_states, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+    )
     # g is the log of the decay: never positive, as exp and softplus are not negative.
     g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
     weight = self.conv1d.weight.squeeze(1)
@@ -96,7 +105,9 @@ def delta_net_forward(self: Any, hidden_states, *, context, **_) -> torch.Tensor
     return out
 
 
-def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, context, **_) -> torch.Tensor:
+def vision_attention_forward(
+    self: Any, hidden_states, *, position_embeddings, context, **_
+) -> torch.Tensor:
     """Run `forward` of a transformers vision attention that projects q, k and v at once.
 
     hidden_states [P, H], position_embeddings (cos, sin) [P, D] → [P, H]. The rotation is in
@@ -109,7 +120,9 @@ def vision_attention_forward(self: Any, hidden_states, *, position_embeddings, c
     return self.proj(context.attend(-1, q, k, v, self.scaling)[0].flatten(1))
 
 
-def frame_attention(grids: np.ndarray, device: torch.device, dtype: torch.dtype) -> SegmentAttention:
+def frame_attention(
+    grids: np.ndarray, device: torch.device, dtype: torch.dtype
+) -> SegmentAttention:
     """Return the context of a vision attention in which a patch attends to its image's frame.
 
     grids int64 [n, 3], (t, h, w).
@@ -122,12 +135,16 @@ def frame_bounds(grids: np.ndarray) -> np.ndarray:
     return np.cumsum([0, *np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0])])
 
 
-def add_deepstack(hidden_states: torch.Tensor, image_positions: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+def add_deepstack(
+    hidden_states: torch.Tensor, image_positions: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
     """Add features [N, H] to hidden_states [1, T, H] at distinct positions, int64 [N].
 
     It replaces `_deepstack_process` of a transformers text model.
     """
-    return hidden_states.index_add(1, image_positions, features.to(hidden_states.dtype).unsqueeze(0))
+    return hidden_states.index_add(
+        1, image_positions, features.to(hidden_states.dtype).unsqueeze(0)
+    )
 
 
 def patch_embed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -137,4 +154,6 @@ def patch_embed_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     convolutions are slower, on CUDA in bfloat16 by ten times and more (pytorch/pytorch#174051).
     """
     weight_WD = self.proj.weight.flatten(1)
-    return F.linear(hidden_states.to(weight_WD.dtype).view(-1, weight_WD.shape[1]), weight_WD, self.proj.bias)
+    return F.linear(
+        hidden_states.to(weight_WD.dtype).view(-1, weight_WD.shape[1]), weight_WD, self.proj.bias
+    )

@@ -53,7 +53,8 @@ def load_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if config.model_type != family.model_type:
         raise ValueError(
-            f"rollout.model.model_type: {family.model_type!r}, but the checkpoint at {path} is {config.model_type!r}"
+            f"rollout.model.model_type: {family.model_type!r}, but the checkpoint at {path} is "
+            f"{config.model_type!r}"
         )
     with _kept_in_float32(family.float32_weights):
         model = family.auto_model.from_pretrained(
@@ -110,7 +111,9 @@ def _weight_files(path: str | Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def cast_model(model: nn.Module, family: Family, dtype: torch.dtype, float32: Collection[str] = ()) -> None:
+def cast_model(
+    model: nn.Module, family: Family, dtype: torch.dtype, float32: Collection[str] = ()
+) -> None:
     """Cast the weights to `dtype`, except those that stay in float32; buffers stay as they are.
 
     `Family.float32_weights` and the names in `float32`, which are those of a checkpoint, become
@@ -122,14 +125,18 @@ def cast_model(model: nn.Module, family: Family, dtype: torch.dtype, float32: Co
         weight.data = weight.data.to(torch.float32 if stays_float32 else dtype)
 
 
-def weight_shapes(config: Any, family: Family, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
+def weight_shapes(
+    config: Any, family: Family, trust_remote_code: bool
+) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the transformers model's weights, without loading any."""
     with torch.device("meta"):
         model = family.auto_model.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def stored_as_in_memory(path: str | Path, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def stored_as_in_memory(
+    path: str | Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
+) -> bool:
     """Return whether a checkpoint has weights in transformers' layout where SGLang's differs.
 
     Looked at are weights whose layout `Family.engine_names` changes; `shapes` are `weight_shapes`.
@@ -162,7 +169,8 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
     text_config: Any = model.get_submodule(family.text_model).config
     if windows := getattr(text_config, "layer_types", []).count("sliding_attention"):
         raise ValueError(
-            f"{windows} layers of this {family.model_type} attend within a sliding window, which is not supported"
+            f"{windows} layers of this {family.model_type} attend within a sliding window, which "
+            "is not supported"
         )
     # transformers makes no [T, T] mask for an implementation that it does not know.
     text_config._attn_implementation = "context"
@@ -180,7 +188,10 @@ def mixtures(model: nn.Module, family: Family) -> list[Any]:
 
 
 def save_model(
-    model: PreTrainedModel, family: Family, folder: Path, carried: Mapping[str, torch.Tensor] | None = None
+    model: PreTrainedModel,
+    family: Family,
+    folder: Path,
+    carried: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write weights and config in HF format, as both transformers and SGLang load it.
 
@@ -208,7 +219,11 @@ def part_of(name: str, family: Family) -> str:
 
 
 def freeze(
-    model: nn.Module, family: Family, parts: Collection[str] = ("vision_tower", "projector"), *, router: bool = False
+    model: nn.Module,
+    family: Family,
+    parts: Collection[str] = ("vision_tower", "projector"),
+    *,
+    router: bool = False,
 ) -> None:
     """Train none of these `PARTS`; with `router`, nor the routers of mixtures."""
     for name, weight in model.named_parameters():
@@ -230,7 +245,9 @@ def checkpoint_blocks(model: nn.Module, family: Family, use_reentrant: bool) -> 
             block.forward = _recomputed_in_backward(block, block.forward, use_reentrant)
 
 
-def _recomputed_in_backward(block: nn.Module, forward: Callable[..., Any], use_reentrant: bool) -> Callable[..., Any]:
+def _recomputed_in_backward(
+    block: nn.Module, forward: Callable[..., Any], use_reentrant: bool
+) -> Callable[..., Any]:
     """Return `forward` of this block under torch's activation checkpointing while the block trains.
 
     Hooks of the module, FSDP2's among them, stay outside: a recomputed forward runs none of them a
@@ -240,11 +257,17 @@ def _recomputed_in_backward(block: nn.Module, forward: Callable[..., Any], use_r
     def checkpointed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(hidden_states, *args, **kwargs)
-        if use_reentrant and not hidden_states.requires_grad and any(p.requires_grad for p in block.parameters()):
+        if (
+            use_reentrant
+            and not hidden_states.requires_grad
+            and any(p.requires_grad for p in block.parameters())
+        ):
             # The reentrant kind builds a graph only for inputs with gradients: after frozen
             # embeddings, which give none, adapters of the first blocks would learn nothing.
             hidden_states = hidden_states.detach().requires_grad_()
-        return checkpoint(partial(forward, **kwargs), hidden_states, *args, use_reentrant=use_reentrant)
+        return checkpoint(
+            partial(forward, **kwargs), hidden_states, *args, use_reentrant=use_reentrant
+        )
 
     return checkpointed
 
@@ -267,7 +290,9 @@ def copy_processor_files(source: str | Path, target: Path) -> None:
     """
     folder = Path(source)
     if not folder.is_dir():
-        folder = Path(snapshot_download(str(source), allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES)))
+        folder = Path(
+            snapshot_download(str(source), allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES))
+        )
     for name in TOKENIZER_AND_PROCESSOR_FILES:
         if (folder / name).exists():
             shutil.copyfile(folder / name, target / name)

@@ -24,7 +24,12 @@ def _product(hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
     return matmul(hidden_CH, weight_VH.t())
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, banned: torch.Tensor | None):
+def _logits(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    temperature: float,
+    banned: torch.Tensor | None,
+):
     """Return the logits of `_product` over the temperature, banned ids at -inf."""
     logits = _product(hidden_CH, weight_VH)
     if temperature != 1.0:
@@ -50,8 +55,12 @@ class _Head(torch.autograd.Function):
                 rows = slice(start, start + chunk)
                 if is_fused:
                     logits = _product(hidden_RH[rows], weight_VH)
-                    lse[rows], chunk_entropy = fused.head_statistics(logits, mask, temperature, with_entropy)
-                    logprobs_RK[rows] = logits.gather(1, targets[rows]).div_(temperature).sub_(lse[rows])
+                    lse[rows], chunk_entropy = fused.head_statistics(
+                        logits, mask, temperature, with_entropy
+                    )
+                    logprobs_RK[rows] = (
+                        logits.gather(1, targets[rows]).div_(temperature).sub_(lse[rows])
+                    )
                 else:
                     logits = _logits(hidden_RH[rows], weight_VH, temperature, banned)
                     logprobs_RK[rows], lse[rows], chunk_entropy = _statistics(
@@ -71,19 +80,30 @@ class _Head(torch.autograd.Function):
         mask = _mask(banned, saved_weight) if is_fused else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros(saved_weight.shape, dtype=torch.float32, device=saved_weight.device)
+            grad_weight = torch.zeros(
+                saved_weight.shape, dtype=torch.float32, device=saved_weight.device
+            )
         with bfloat16_products(saved_hidden):
             hidden, weight = _operands(saved_hidden, saved_weight)
             for start in range(0, hidden.shape[0], ctx.chunk):
                 rows = slice(start, start + ctx.chunk)
                 chunk_targets, chunk_lse, chunk_grad_logprobs, chunk_entropy, chunk_grad_entropy = (
-                    x if x is None else _columns(x[rows]) for x in (targets, lse, grad_logprobs, entropy, grad_entropy)
+                    x if x is None else _columns(x[rows])
+                    for x in (targets, lse, grad_logprobs, entropy, grad_entropy)
                 )
                 # Logits are freed at once: the flagship's would be 0.6 GiB beside the next chunk's.
                 if is_fused:
                     logits = _product(hidden[rows], weight)
-                    columns = [chunk_targets, chunk_lse, chunk_grad_logprobs, chunk_entropy, chunk_grad_entropy]
-                    grad = fused.head_gradient(logits, mask, ctx.temperature, columns, saved_hidden.dtype)
+                    columns = [
+                        chunk_targets,
+                        chunk_lse,
+                        chunk_grad_logprobs,
+                        chunk_entropy,
+                        chunk_grad_entropy,
+                    ]
+                    grad = fused.head_gradient(
+                        logits, mask, ctx.temperature, columns, saved_hidden.dtype
+                    )
                     del logits
                 else:
                     grad = _grad_logits(
@@ -103,8 +123,14 @@ class _Head(torch.autograd.Function):
                 if weight.dtype == torch.float32:
                     add_matmul(grad_weight, grad.t(), hidden[rows])
                 else:
-                    grad_weight += torch.mm(grad.to(weight.dtype).t(), hidden[rows], out_dtype=torch.float32)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(saved_weight.dtype), *[None] * 5
+                    grad_weight += torch.mm(
+                        grad.to(weight.dtype).t(), hidden[rows], out_dtype=torch.float32
+                    )
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(saved_weight.dtype),
+            *[None] * 5,
+        )
 
 
 def _is_fused(hidden: torch.Tensor, targets_RK: torch.Tensor) -> bool:
@@ -116,7 +142,9 @@ def _mask(banned: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | N
     """Return uint8 [V], 1 where an id is banned."""
     if banned is None:
         return None
-    return torch.zeros(len(weight), dtype=torch.uint8, device=weight.device).index_fill_(0, banned, 1)
+    return torch.zeros(len(weight), dtype=torch.uint8, device=weight.device).index_fill_(
+        0, banned, 1
+    )
 
 
 def _statistics(logits, banned, targets, with_entropy: bool):
@@ -150,7 +178,9 @@ def _operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor,
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
-def _grad_logits(logits, banned, targets, lse, grad_logprobs, entropy, grad_entropy) -> torch.Tensor:
+def _grad_logits(
+    logits, banned, targets, lse, grad_logprobs, entropy, grad_entropy
+) -> torch.Tensor:
     """Return the gradient [C, V] of Σ logprob · grad_logprobs + entropy · grad_entropy.
 
     Either gradient may be None. Targets and their gradients are [C, K], the others [C, 1].
@@ -166,7 +196,9 @@ def _grad_logits(logits, banned, targets, lse, grad_logprobs, entropy, grad_entr
         if banned is not None:
             logp.index_fill_(1, banned, 0.0)
         factor = logp.add_(entropy).mul_(-grad_entropy)
-        grad.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs.sum(dim=1, keepdim=True)))
+        grad.mul_(
+            factor if grad_logprobs is None else factor.sub_(grad_logprobs.sum(dim=1, keepdim=True))
+        )
     if grad_logprobs is not None:
         grad.scatter_add_(1, targets, grad_logprobs)
     return grad
@@ -202,7 +234,9 @@ def token_logprobs(
             `hidden` and `weight`.
     """
     chunk_positions = _chunk(hidden, weight, chunk)
-    return _Head.apply(hidden, weight, targets, float(temperature), banned, chunk_positions, with_entropy)
+    return _Head.apply(
+        hidden, weight, targets, float(temperature), banned, chunk_positions, with_entropy
+    )
 
 
 @torch.no_grad()
@@ -219,13 +253,18 @@ def likeliest(
 
     K is k, or the number of ids if that is less. Arguments are those of `token_logprobs`.
     """
-    k, size = min(k, weight.shape[0] - (0 if banned is None else len(banned))), _chunk(hidden, weight, chunk)
+    k, size = (
+        min(k, weight.shape[0] - (0 if banned is None else len(banned))),
+        _chunk(hidden, weight, chunk),
+    )
     top_ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     with bfloat16_products(hidden):
         hidden_RH, weight_VH = _operands(hidden, weight)
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            top_ids[rows] = _logits(hidden_RH[rows], weight_VH, temperature, banned).topk(k, dim=1).indices
+            top_ids[rows] = (
+                _logits(hidden_RH[rows], weight_VH, temperature, banned).topk(k, dim=1).indices
+            )
     return top_ids
 
 

@@ -51,7 +51,12 @@ class LoraSettings(Protocol):
 
 
 def train_parts(
-    model: PreTrainedModel, family: Family, frozen: Collection[str], lora: LoraSettings | None, *, router: bool = True
+    model: PreTrainedModel,
+    family: Family,
+    frozen: Collection[str],
+    lora: LoraSettings | None,
+    *,
+    router: bool = True,
 ) -> None:
     """Make adapters trainable and nothing else.
 
@@ -86,9 +91,9 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
         )
     if experts and lora.quantization != "none":
         raise AdapterError(
-            f"actor.model.lora.quantization: {lora.quantization}, but bitsandbytes quantizes linear "
-            f"modules only, and experts ({_pattern(experts[0])}) are stacked weights; set none, or add "
-            "'.*experts.*' to actor.model.lora.exclude_modules"
+            f"actor.model.lora.quantization: {lora.quantization}, but bitsandbytes quantizes "
+            f"linear modules only, and experts ({_pattern(experts[0])}) are stacked weights; set "
+            "none, or add '.*experts.*' to actor.model.lora.exclude_modules"
         )
     # First quantize: peft chooses its kind of wrapper by the module that it finds.
     quantized = lora.quantization != "none" and not next(model.parameters()).is_meta
@@ -160,7 +165,9 @@ def _matching(key: str, entries: Sequence[str], linear: dict[str, str]) -> set[s
         entry_names = {
             name
             for name, part in linear.items()
-            if part in NAMED.get(entry, ()) or f".{name}".endswith(f".{entry}") or re.fullmatch(entry, name)
+            if part in NAMED.get(entry, ())
+            or f".{name}".endswith(f".{entry}")
+            or re.fullmatch(entry, name)
         }
         if not entry_names:
             patterns = ", ".join(sorted({_pattern(name) for name in linear}))
@@ -237,7 +244,10 @@ def with_adapter(weight: torch.Tensor, layer: Any) -> torch.Tensor:
 
     Nothing is changed. Collective for a sharded weight.
     """
-    a, b = (_full_weight(factor[ADAPTER].weight, weight.device) for factor in (layer.lora_A, layer.lora_B))
+    a, b = (
+        _full_weight(factor[ADAPTER].weight, weight.device)
+        for factor in (layer.lora_A, layer.lora_B)
+    )
     # A sharded weight needs only its own rows of the product.
     local, rows = weight, slice(None)
     if isinstance(weight, DTensor):
@@ -247,15 +257,25 @@ def with_adapter(weight: torch.Tensor, layer: Any) -> torch.Tensor:
         local, rows = weight.to_local(), slice(first_row, first_row + n_rows)
     # peft stores the factors of experts as A [experts · r, in] and B [out, r · experts].
     if weight.ndim == 3:
-        assert not getattr(layer.get_base_layer(), "is_transposed", False), "experts are [experts, out, in] here"
-        a, b = a.view(len(weight), -1, a.shape[-1])[rows], b.view(len(b), -1, len(weight))[..., rows]
+        assert not getattr(layer.get_base_layer(), "is_transposed", False), (
+            "experts are [experts, out, in] here"
+        )
+        a, b = (
+            a.view(len(weight), -1, a.shape[-1])[rows],
+            b.view(len(b), -1, len(weight))[..., rows],
+        )
         delta = torch.bmm(b.permute(2, 0, 1), a)
     else:
         delta = b[rows] @ a
     out = delta.mul_(layer.scaling[ADAPTER]).add_(local)
     if isinstance(weight, DTensor):
         out = DTensor.from_local(
-            out, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+            out,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
         )
     return out
 

@@ -33,9 +33,15 @@ def quantize(model: nn.Module, names: Iterable[str]) -> None:
         assert isinstance(linear, nn.Linear), name
         weight = linear.weight.data
         module = bnb_nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=False, compute_dtype=weight.dtype, device="meta"
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            compute_dtype=weight.dtype,
+            device="meta",
         )
-        packed = bnb_nn.Params4bit(weight, quant_type="nf4", compress_statistics=True, module=module)
+        packed = bnb_nn.Params4bit(
+            weight, quant_type="nf4", compress_statistics=True, module=module
+        )
         module.weight, module.bias = packed.to(weight.device), linear.bias
         # Otherwise `eval` rounds the scales of its weights to bfloat16, for good.
         module.support_avx512bf16_for_cpu = False
@@ -78,7 +84,11 @@ def try_on(device: str) -> None:
     y, weight = model(x), dense(model[0].weight)
     y.sum().backward()
     is_close = (weight.cpu() - linear.weight).abs().max() < 0.05
-    if x.grad is None or not is_close or not torch.allclose(y, x @ weight.t(), atol=1e-3, rtol=1e-3):
+    if (
+        x.grad is None
+        or not is_close
+        or not torch.allclose(y, x @ weight.t(), atol=1e-3, rtol=1e-3)
+    ):
         raise ValueError("a product with nf4 weights is wrong")
     if not torch.allclose(x.grad, weight.sum(0).expand_as(x), atol=1e-3, rtol=1e-3):
         raise ValueError("a gradient through nf4 weights is wrong")

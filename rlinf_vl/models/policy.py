@@ -24,7 +24,11 @@ from rlinf_vl.types import MicroBatch
 
 
 def encode_images(
-    model: PreTrainedModel, family: Family, pixel_values: np.ndarray, grids: np.ndarray, device: torch.device | str
+    model: PreTrainedModel,
+    family: Family,
+    pixel_values: np.ndarray,
+    grids: np.ndarray,
+    device: torch.device | str,
 ) -> VisionFeatures:
     """Run the vision tower on the patches, float32 [P, d], of images with `grids`, int64 [n, 3].
 
@@ -72,7 +76,9 @@ def hidden_states(
         deepstack = features.deepstack
     elif features is not None and features.tokens.requires_grad:
         # A zero that depends on the tower: its backward runs, and its collectives with it.
-        embeds = embeds + 0.0 * (features.tokens.sum() + sum(layer.sum() for layer in features.deepstack))
+        embeds = embeds + 0.0 * (
+            features.tokens.sum() + sum(layer.sum() for layer in features.deepstack)
+        )
     routing_kwargs: dict[str, Any] = {} if routing is None else {"routing": routing}
     return family.text_forward(
         text_model,
@@ -105,7 +111,13 @@ class PolicyModel(nn.Module):
     banned: torch.Tensor  # int64 [B]
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, banned: np.ndarray, *, temperature: float, chunk: int | None
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        banned: np.ndarray,
+        *,
+        temperature: float,
+        chunk: int | None,
     ) -> None:
         """Wrap a transformers model.
 
@@ -151,9 +163,20 @@ class PolicyModel(nn.Module):
         device = self.banned.device
         ids, positions, predict, targets, image_positions, image_features = (
             on_device(getattr(batch, name), device)
-            for name in ("ids", "positions", "predict", "targets", "image_positions", "image_features")
+            for name in (
+                "ids",
+                "positions",
+                "predict",
+                "targets",
+                "image_positions",
+                "image_features",
+            )
         )
-        if features is None and self.family.vision_tower and (batch.run_vision or self._learns_in_tower_alone()):
+        if (
+            features is None
+            and self.family.vision_tower
+            and (batch.run_vision or self._learns_in_tower_alone())
+        ):
             pixel_values, grids = batch.pixel_values, batch.grids
             # The tower must run as often as on other ranks, so that FSDP's collectives match.
             if pixel_values is None:
@@ -162,11 +185,17 @@ class PolicyModel(nn.Module):
         if features is not None and len(image_features):
             features = features.select(image_features)
         weight = output_weight(self.model)
-        context: AttentionContext = SegmentAttention(batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype)
+        context: AttentionContext = SegmentAttention(
+            batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype
+        )
         if self.context_ranks is not None:
             context = ContextAttention(context, self.context_ranks)
-        routing = None if self.mixture is None else self._routing(self.mixture, batch, load, balance)
-        hidden = hidden_states(self.model, self.family, ids, positions, context, features, image_positions, routing)
+        routing = (
+            None if self.mixture is None else self._routing(self.mixture, batch, load, balance)
+        )
+        hidden = hidden_states(
+            self.model, self.family, ids, positions, context, features, image_positions, routing
+        )
         # Backward computes layers again, and must not count their tokens a second time.
         if routing is not None:
             routing.load = None
@@ -178,14 +207,18 @@ class PolicyModel(nn.Module):
                 candidates.ids = likeliest(hidden, weight, candidates.k, **head)
             # The sampled token comes first, and is there even if it is no candidate.
             targets = torch.cat([targets[:, None], candidates.ids], dim=1)
-        logprobs, entropy = token_logprobs(hidden, weight, targets, with_entropy=torch.is_grad_enabled(), **head)
+        logprobs, entropy = token_logprobs(
+            hidden, weight, targets, with_entropy=torch.is_grad_enabled(), **head
+        )
         if self.context_ranks is None or batch.part is None:
             return logprobs, entropy
         sampled_rows, n_sampled = on_device(batch.part.sampled, device), len(batch.trajectories)
         if entropy is None:
             return self.context_ranks.gather_rows(logprobs, sampled_rows, n_sampled), None
         # Logprobs and entropy side by side, so that one collective gathers both.
-        columns = torch.cat([logprobs.view(len(sampled_rows), logprobs.shape[1:].numel()), entropy[:, None]], 1)
+        columns = torch.cat(
+            [logprobs.view(len(sampled_rows), logprobs.shape[1:].numel()), entropy[:, None]], 1
+        )
         columns = self.context_ranks.gather_rows(columns, sampled_rows, n_sampled)
         return columns[:, :-1].reshape(n_sampled, *logprobs.shape[1:]), columns[:, -1]
 
@@ -203,15 +236,23 @@ class PolicyModel(nn.Module):
         return bool(trained) and all(name.startswith(tower) for name in trained)
 
     def _routing(
-        self, mixture: Mixture, batch: MicroBatch, load: ExpertLoad | None, balance: torch.Tensor | None
+        self,
+        mixture: Mixture,
+        batch: MicroBatch,
+        load: ExpertLoad | None,
+        balance: torch.Tensor | None,
     ) -> Routing:
         """Return the routing of this row: experts to replay, and what to count."""
         device = self.banned.device
         engine_experts = copies = None
         if batch.routes is not None and (self.replay or load is not None):
-            engine_experts = on_device(batch.routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device)
+            engine_experts = on_device(
+                batch.routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device
+            )
         if load is not None or balance is not None:
             rank_tokens = batch.part.tokens if batch.part else slice(None)
             copies = np.repeat(batch.copies, np.diff(batch.cu_seqlens)).astype(np.float32)
             copies = on_device(copies[rank_tokens], device)
-        return Routing(engine_experts, replay=self.replay, load=load, copies=copies, balance=balance)
+        return Routing(
+            engine_experts, replay=self.replay, load=load, copies=copies, balance=balance
+        )

@@ -9,7 +9,9 @@ from functools import lru_cache
 import numpy as np
 
 
-def mrope_positions(ids: np.ndarray, image_token_id: int, grids: np.ndarray, merge_size: int) -> np.ndarray:
+def mrope_positions(
+    ids: np.ndarray, image_token_id: int, grids: np.ndarray, merge_size: int
+) -> np.ndarray:
     """Return the positions of one unpacked sequence.
 
     Args:
@@ -30,7 +32,8 @@ def mrope_positions(ids: np.ndarray, image_token_id: int, grids: np.ndarray, mer
     tokens_per_image = grids.prod(axis=1) // merge_size**2
     if len(placeholders) != tokens_per_image.sum():
         raise ValueError(
-            f"{len(placeholders)} image placeholder ids for {len(grids)} images that need {tokens_per_image.tolist()} of them"
+            f"{len(placeholders)} image placeholder ids for {len(grids)} images that need "
+            f"{tokens_per_image.tolist()} of them"
         )
     out = np.tile(np.arange(len(ids)), (4, 1))
     n_used = 0  # placeholders of earlier images
@@ -38,7 +41,8 @@ def mrope_positions(ids: np.ndarray, image_token_id: int, grids: np.ndarray, mer
         start, end = int(placeholders[n_used]), int(placeholders[n_used]) + n
         if placeholders[n_used + n - 1] != end - 1:
             raise ValueError(
-                f"image placeholders at {start} are interrupted: {n} in a row are needed for grid {(t, h, w)}"
+                f"image placeholders at {start} are interrupted: {n} in a row are needed for grid "
+                f"{(t, h, w)}"
             )
         position = out[1, start]
         out[1:, start:end] = position + _grid_coordinates(t, h // merge_size, w // merge_size)

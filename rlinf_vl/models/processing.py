@@ -60,7 +60,10 @@ class Processor:
         self.merge_size = self._image_processor.merge_size
         self.image_token_id = self.tokenizer.convert_tokens_to_ids(family.image_token)
         if self.image_token_id in (None, self.tokenizer.unk_token_id):
-            raise ValueError(f"the tokenizer in {path} has no {family.image_token!r}, which {family.model_type} needs")
+            raise ValueError(
+                f"the tokenizer in {path} has no {family.image_token!r}, which {family.model_type} "
+                "needs"
+            )
 
     @property
     def image_processor(self) -> ImageProcessor:
@@ -71,8 +74,9 @@ class Processor:
         """
         if self._image_processor is None:
             raise ValueError(
-                f"images for a model of type {self.family.model_type}, which has no vision tower; take "
-                "them out of the prompts, or set rollout.model.model_path to a vision-language model"
+                f"images for a model of type {self.family.model_type}, which has no vision tower; "
+                "take them out of the prompts, or set rollout.model.model_path to a "
+                "vision-language model"
             )
         return self._image_processor
 
@@ -122,7 +126,9 @@ class Processor:
         return self._decoded(ids.astype(np.int32, copy=False).tobytes())
 
     def _decode(self, ids: bytes) -> str:
-        return self.tokenizer.decode(np.frombuffer(ids, np.int32).tolist(), skip_special_tokens=True)
+        return self.tokenizer.decode(
+            np.frombuffer(ids, np.int32).tolist(), skip_special_tokens=True
+        )
 
 
 class PixelCache(ByteCache[ImageRef, np.ndarray]):

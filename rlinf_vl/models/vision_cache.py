@@ -37,7 +37,9 @@ class VisionCache:
 
     def missing(self, hashes: Iterable[str]) -> list[str]:
         """Return the hashes without features, each once, in order."""
-        return [h for h in dict.fromkeys(hashes) if h not in self._on_device and h not in self._on_host]
+        return [
+            h for h in dict.fromkeys(hashes) if h not in self._on_device and h not in self._on_host
+        ]
 
     def put(self, hashes: Sequence[str], features: VisionFeatures, tokens: Sequence[int]) -> None:
         """Store the tower's features of these images, which have so many `tokens` each.

@@ -105,17 +105,24 @@ def _entropy_explosion(h: History) -> str | None:
 
 
 def _kl_blow_up(h: History) -> str | None:
-    for name, floor, ceiling in (("actor/ref_kl", REF_KL, REF_KL_ANYWAY), ("actor/approx_kl", STEP_KL, float("inf"))):
+    for name, floor, ceiling in (
+        ("actor/ref_kl", REF_KL, REF_KL_ANYWAY),
+        ("actor/approx_kl", STEP_KL, float("inf")),
+    ):
         recent, earlier = h.last(name), h.last(name, WINDOW, skip=WINDOW)
         if recent > ceiling or recent > floor and recent > KL_GROWTH * earlier:
-            return f"{name} is {recent:.3g} nats a token, {WINDOW} steps before it was {earlier:.3g}"
+            return (
+                f"{name} is {recent:.3g} nats a token, {WINDOW} steps before it was {earlier:.3g}"
+            )
     return None
 
 
 def _length_collapse(h: History) -> str | None:
     recent, first = h.last("rollout/response_length_mean"), h.first("rollout/response_length_mean")
     if recent < LENGTH_LOW * first and not h.rewarded:
-        return f"answers have {recent:.0f} tokens, at first {first:.0f}, and the reward has not risen"
+        return (
+            f"answers have {recent:.0f} tokens, at first {first:.0f}, and the reward has not risen"
+        )
     return None
 
 
@@ -123,7 +130,9 @@ def _length_explosion(h: History) -> str | None:
     recent, first = h.last("rollout/response_length_mean"), h.first("rollout/response_length_mean")
     cut, cut_first = h.last("rollout/truncated"), h.first("rollout/truncated")
     if recent > LENGTH_HIGH * first and not h.rewarded:
-        return f"answers have {recent:.0f} tokens, at first {first:.0f}, and the reward has not risen"
+        return (
+            f"answers have {recent:.0f} tokens, at first {first:.0f}, and the reward has not risen"
+        )
     if cut > TRUNCATED and cut_first < TRUNCATED / 2:
         return f"{cut:.0%} of the answers are cut by max_new_tokens, at first {cut_first:.0%}"
     return None
@@ -160,7 +169,11 @@ def _groups_tied(h: History) -> str | None:
     # steps count.
     if not h.compares:
         all_tied = h.always("reward/zero_std_groups", h.groups)
-        return f"{_since_start(h)} all groups tie: nothing is learned from the reward" if all_tied else None
+        return (
+            f"{_since_start(h)} all groups tie: nothing is learned from the reward"
+            if all_tied
+            else None
+        )
     share = h.last("reward/zero_std_groups") / h.groups
     if share >= TIED:
         return f"{share:.0%} of the groups tie: nearly nothing is learned from the reward"
@@ -233,7 +246,8 @@ ALARMS: tuple[Alarm, ...] = (
     Alarm(
         "entropy_collapse",
         _entropy_collapse,
-        "lower actor.optim.lr, raise algorithm.clip_ratio_high, or set a small algorithm.entropy_bonus",
+        "lower actor.optim.lr, raise algorithm.clip_ratio_high, or set a small "
+        "algorithm.entropy_bonus",
     ),
     Alarm(
         "entropy_explosion",
@@ -250,7 +264,8 @@ ALARMS: tuple[Alarm, ...] = (
     Alarm(
         "length_collapse",
         _length_collapse,
-        "read the answers: the reward may be had without thinking; set loss_agg_func=token-mean, or reward the form",
+        "read the answers: the reward may be had without thinking; set loss_agg_func=token-mean, "
+        "or reward the form",
     ),
     Alarm(
         "length_explosion",
@@ -312,7 +327,9 @@ class Alarms:
         # An alarm that holds on and off around its bound is one alarm: it is new only after a
         # pause.
         new = [
-            a for a in ALARMS if a.kind in self.active and self._step - self._last_active.get(a.kind, -FLAT) > WINDOW
+            a
+            for a in ALARMS
+            if a.kind in self.active and self._step - self._last_active.get(a.kind, -FLAT) > WINDOW
         ]
         self._last_active |= dict.fromkeys(self.active, self._step)
         return [(alarm.kind, f"{self.active[alarm.kind]}. Try: {alarm.advice}") for alarm in new]

@@ -45,7 +45,11 @@ def messages(
     ids = sequence.ids.tolist()
     image_numbers = _image_starts(sequence, image_id, numbers)
     turn_starts = {turn.start: (number, turn.end) for number, turn in turns.items()}
-    stops = {*(i for i, token in enumerate(ids) if token in special or token == image_id), *turn_starts, len(ids)}
+    stops = {
+        *(i for i, token in enumerate(ids) if token in special or token == image_id),
+        *turn_starts,
+        len(ids),
+    }
     # Text is decoded in one piece from stop to stop: tokens may be parts of one character.
     next_stops = sorted(stops, reverse=True)
     result: list[dict[str, Any]] = [{"role": "", "content": []}]
@@ -80,13 +84,17 @@ def messages(
     return [message for message in result if message["content"] or "turn" in message]
 
 
-def _image_starts(sequence: TokenSequence, image_id: int | None, numbers: Mapping[str, int]) -> dict[int, int]:
+def _image_starts(
+    sequence: TokenSequence, image_id: int | None, numbers: Mapping[str, int]
+) -> dict[int, int]:
     """Return the position of each image's first placeholder → the image's number."""
     placeholders = np.flatnonzero(sequence.ids == image_id).tolist() if image_id is not None else []
     patches = np.cumsum([0, *(math.prod(grid) for _, grid in sequence.images)]).tolist()
     # An image has one placeholder for a fixed number of patches, so patches divide the
     # placeholders.
-    starts = [len(placeholders) * patch // patches[-1] for patch in patches[:-1]] if placeholders else []
+    starts = (
+        [len(placeholders) * patch // patches[-1] for patch in patches[:-1]] if placeholders else []
+    )
     images = [numbers[image.hash] for image, _ in sequence.images]
     return {placeholders[start]: image for start, image in zip(starts, images, strict=False)}
 

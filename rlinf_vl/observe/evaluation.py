@@ -42,7 +42,9 @@ def mean_and_error(values: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
-def evaluation(summaries: Sequence[GroupSummary], samples: int, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def evaluation(
+    summaries: Sequence[GroupSummary], samples: int, columns: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
     """Return the figures of one group per problem, in the form of `eval.json`.
 
     Args:
@@ -51,14 +53,20 @@ def evaluation(summaries: Sequence[GroupSummary], samples: int, columns: Mapping
     """
     result = _figures(summaries, samples)
     result["by_turns"] = _by_turns(summaries)
-    result["env"] = {name.removeprefix("env/"): value for name, value in env_metrics(summaries).items()}
-    result["reward_parts"] = {name.removeprefix("reward/"): value for name, value in part_metrics(summaries).items()}
+    result["env"] = {
+        name.removeprefix("env/"): value for name, value in env_metrics(summaries).items()
+    }
+    result["reward_parts"] = {
+        name.removeprefix("reward/"): value for name, value in part_metrics(summaries).items()
+    }
     result["tables"] = {}
     for name, values in columns.items():
         parts: dict[str, list[GroupSummary]] = {}
         for summary, value in zip(summaries, values, strict=True):
             parts.setdefault("–" if value is None else str(value), []).append(summary)
-        table = {value: _figures(part, samples) for value, part in sorted(parts.items(), key=_natural)}
+        table = {
+            value: _figures(part, samples) for value, part in sorted(parts.items(), key=_natural)
+        }
         result["tables"][name] = table
     return result
 
@@ -87,9 +95,13 @@ def _natural(item: tuple[str, Any]) -> tuple[bool, float, str]:
 def _figures(summaries: Sequence[GroupSummary], samples: int) -> dict[str, Any]:
     """Return the figures of all groups in one table cell: of a column's value, or of the whole
     evaluation."""
-    valid: list[tuple[GroupSummary, int]] = []  # a trajectory without an error: its group and its number there
+    valid: list[
+        tuple[GroupSummary, int]
+    ] = []  # a trajectory without an error: its group and its number there
     rewards: list[float] = []  # mean of each problem that has a valid trajectory
-    correct_counts: list[tuple[int, int]] = []  # trajectories of each problem, and right ones among them
+    correct_counts: list[
+        tuple[int, int]
+    ] = []  # trajectories of each problem, and right ones among them
     errors: Counter[str] = Counter()
     for summary in summaries:
         numbers = [i for i, error in enumerate(summary.errors) if error is None]
@@ -103,10 +115,15 @@ def _figures(summaries: Sequence[GroupSummary], samples: int) -> dict[str, Any]:
     ks = sorted({2**e for e in range(samples.bit_length()) if 2**e <= samples} | {samples})
     figures: dict[str, Any] = {}
     for k in ks:
-        figures[f"pass@{k}"] = mean_and_error([pass_at_k(n, c, k) for n, c in correct_counts if n >= k])
+        figures[f"pass@{k}"] = mean_and_error(
+            [pass_at_k(n, c, k) for n, c in correct_counts if n >= k]
+        )
     return figures | {
         "reward": mean_and_error(rewards),
-        "turns": {"mean": _mean(s.turns[i] for s, i in valid), "max": max((s.turns[i] for s, i in valid), default=0)},
+        "turns": {
+            "mean": _mean(s.turns[i] for s, i in valid),
+            "max": max((s.turns[i] for s, i in valid), default=0),
+        },
         "response_tokens": _mean(s.response_tokens[i] for s, i in valid),
         "truncated": _mean(s.statuses[i] == "length" for s, i in valid),
         "trajectories": len(valid),
@@ -127,19 +144,29 @@ def render(evaluated: Mapping[str, Any]) -> str:
     header = ["", "problems", *passes, "reward", "turns", "tokens", "errors"]
 
     def line(name: str, figures: Mapping[str, Any]) -> list[str]:
-        counts = [str(figures["pass@1"]["problems"]), *(_plus_minus(figures[p]) for p in (*passes, "reward"))]
+        counts = [
+            str(figures["pass@1"]["problems"]),
+            *(_plus_minus(figures[p]) for p in (*passes, "reward")),
+        ]
         means = [_number(figures["turns"]["mean"], 1), _number(figures["response_tokens"], 0)]
         return [name, *counts, *means, str(sum(figures["errors"].values()))]
 
     tables = [[header, line("all", evaluated)]]
     for name, parts in evaluated["tables"].items():
-        tables.append([[name, *header[1:]], *(line(value, figures) for value, figures in parts.items())])
+        tables.append(
+            [[name, *header[1:]], *(line(value, figures) for value, figures in parts.items())]
+        )
     if len(evaluated["by_turns"]) > 1:
-        turns = [[n, str(f["trajectories"]), _number(f["accuracy"], 3)] for n, f in evaluated["by_turns"].items()]
+        turns = [
+            [n, str(f["trajectories"]), _number(f["accuracy"], 3)]
+            for n, f in evaluated["by_turns"].items()
+        ]
         tables.append([["turns", "trajectories", "right"], *turns])
     for title, name in (("the environment's", "env"), ("parts of the reward", "reward_parts")):
         if evaluated[name]:
-            tables.append([[title, "mean"], *([n, _number(v, 3)] for n, v in evaluated[name].items())])
+            tables.append(
+                [[title, "mean"], *([n, _number(v, 3)] for n, v in evaluated[name].items())]
+            )
     blocks = []
     for table in tables:
         for part in _split_columns(table):
@@ -173,7 +200,11 @@ def _ruled(table: list[list[str]]) -> list[list[str]]:
     """Pad columns to one width, numbers to the right, and add Markdown's rule under the header."""
     widths = _column_widths(table)
     rows = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table]
-    return [rows[0], ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])], *rows[1:]]
+    return [
+        rows[0],
+        ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])],
+        *rows[1:],
+    ]
 
 
 def _plus_minus(figure: Mapping[str, Any]) -> str:

@@ -27,7 +27,11 @@ class StepLines:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = read_lines(self.path)[0] if self.path.exists() else []
-        by_step = {row["step"]: row for row in rows if type(row.get("step")) is int and row["step"] <= resume_step}
+        by_step = {
+            row["step"]: row
+            for row in rows
+            if type(row.get("step")) is int and row["step"] <= resume_step
+        }
         self._file = LineFile(self.path)
         self._file.keep([by_step[step] for step in sorted(by_step)])
         self.last_step: int | None = max(by_step, default=None)
@@ -58,14 +62,18 @@ class EventLog:
     def __init__(self, run_dir: str | Path) -> None:
         self._file = LineFile(Path(run_dir) / "events.jsonl")
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()  # the controller's thread and the supervisor's both add events
+        self._lock = (
+            threading.Lock()
+        )  # the controller's thread and the supervisor's both add events
 
     def add(self, step: int, kind: str, message: str, level: int = logging.WARNING) -> None:
         """Log an event at `level` and write it down; `summary` counts events by `kind`."""
         logger.log(level, "step %d: %s", step, message)
         with self._lock:
             self._counts[kind] += 1
-        self._file.append({"time": round(time.time(), 3), "step": step, "kind": kind, "message": message})
+        self._file.append(
+            {"time": round(time.time(), 3), "step": step, "kind": kind, "message": message}
+        )
 
     def count(self, kind: str) -> int:
         """Return the number of such events in this process."""

@@ -12,7 +12,13 @@ from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
 
 Scalar = float | torch.Tensor
 #: Metrics called reward/… that are not the mean of a part of the reward.
-OWN_REWARD_METRICS = ("reward/mean", "reward/std", "reward/accuracy", "reward/zero_std_groups", "reward/shared_states")
+OWN_REWARD_METRICS = (
+    "reward/mean",
+    "reward/std",
+    "reward/accuracy",
+    "reward/zero_std_groups",
+    "reward/shared_states",
+)
 
 
 class MetricSums:
@@ -65,9 +71,15 @@ class MetricSums:
     def compute(self) -> dict[str, float]:
         """Return every metric by name. A mean over nothing is left out."""
         state = self.state()
-        means = {name: state["total"][name] / count for name, count in state["count"].items() if count != 0}
+        means = {
+            name: state["total"][name] / count
+            for name, count in state["count"].items()
+            if count != 0
+        }
         metrics = means | state["maximum"] | state["minimum"]
-        assert len(metrics) == len(means) + len(state["maximum"]) + len(state["minimum"]), "a name used for two kinds"
+        assert len(metrics) == len(means) + len(state["maximum"]) + len(state["minimum"]), (
+            "a name used for two kinds"
+        )
         return metrics
 
     def _merge(self, state: Mapping[str, Mapping[str, Scalar]]) -> None:
@@ -104,7 +116,9 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     included. Metrics that nothing can be computed from (no groups, no versions, no time) are left
     out.
     """
-    valid: list[tuple[GroupSummary, int]] = []  # a trajectory without an error: its group and its number there
+    valid: list[
+        tuple[GroupSummary, int]
+    ] = []  # a trajectory without an error: its group and its number there
     zero_std_groups = 0
     for s in summaries:
         numbers = [i for i, error in enumerate(s.errors) if error is None]
@@ -141,7 +155,9 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         turns = [s.turns[i] for s, i in valid]
         metrics["rollout/turns_mean"] = float(np.mean(turns))
         metrics["rollout/turns_max"] = max(turns)
-        thoughts = np.array([turn for s, i in valid for turn in s.turn_thoughts[i]], dtype=np.int64).reshape(-1, 3)
+        thoughts = np.array(
+            [turn for s, i in valid for turn in s.turn_thoughts[i]], dtype=np.int64
+        ).reshape(-1, 3)
         if thoughts[:, 0].any():
             thought, answer, closing = thoughts.T
             metrics["rollout/thought_length_mean"] = float(thought.mean())
@@ -153,12 +169,16 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clock_seconds
     # The prompt, which a group's trajectories share, counts once; sampled tokens are decoded, not
     # prefilled.
-    prompt_and_env_tokens = sum(s.prompt_tokens * (1 - len(s.tokens)) + sum(s.tokens) for s in summaries)
+    prompt_and_env_tokens = sum(
+        s.prompt_tokens * (1 - len(s.tokens)) + sum(s.tokens) for s in summaries
+    )
     prompt_and_env_tokens -= sum(map(sum, (turns for s in summaries for turns in s.turn_tokens)))
     if (prefilled := sum(s.prefilled_tokens for s in summaries)) and prompt_and_env_tokens:
         metrics["rollout/prefill_ratio"] = prefilled / prompt_and_env_tokens
     if seconds > 0:
-        metrics["rollout/tokens_per_second"] = sum(sum(s.response_tokens) for s in summaries) / seconds
+        metrics["rollout/tokens_per_second"] = (
+            sum(sum(s.response_tokens) for s in summaries) / seconds
+        )
     sampled = [s for s in summaries if s.max_version >= 0]
     if sampled:
         metrics["rollout/weight_version_min"] = min(s.min_version for s in sampled)
@@ -169,7 +189,9 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
 def env_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """Return `env/NAME`: each measurement of the environments, averaged over the trajectories
     without an error that have it."""
-    return _means("env/", (pair for s in summaries for pair in zip(s.metrics, s.errors, strict=True)))
+    return _means(
+        "env/", (pair for s in summaries for pair in zip(s.metrics, s.errors, strict=True))
+    )
 
 
 def part_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
@@ -178,11 +200,17 @@ def part_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
     A part whose name is that of another metric is `reward/PART_part`.
     """
-    means = _means("reward/", (pair for s in summaries for pair in zip(s.parts, s.errors, strict=True)))
-    return {f"{name}_part" if name in OWN_REWARD_METRICS else name: mean for name, mean in means.items()}
+    means = _means(
+        "reward/", (pair for s in summaries for pair in zip(s.parts, s.errors, strict=True))
+    )
+    return {
+        f"{name}_part" if name in OWN_REWARD_METRICS else name: mean for name, mean in means.items()
+    }
 
 
-def _means(prefix: str, measurements: Iterable[tuple[Mapping[str, float], str | None]]) -> dict[str, float]:
+def _means(
+    prefix: str, measurements: Iterable[tuple[Mapping[str, float], str | None]]
+) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for named_values, error in measurements:
         for name, value in named_values.items() if error is None else ():

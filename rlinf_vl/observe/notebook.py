@@ -24,14 +24,19 @@ class NotebookProgress:
     """A progress bar, the present phase, and a table of the last steps."""
 
     def __init__(self) -> None:
-        from IPython.display import HTML, display  # every kernel has IPython, other processes need none
+        from IPython.display import (
+            HTML,
+            display,
+        )  # every kernel has IPython, other processes need none
 
         self._rows: deque[dict[str, str]] = deque(maxlen=ROWS)
         self._html: Any = HTML
         self._output: Any = display(HTML(""), display_id=True)
         self._updated_s = 0.0
 
-    def show(self, step: int, total: int, phase: str, figures: Mapping[str, str] | None = None) -> None:
+    def show(
+        self, step: int, total: int, phase: str, figures: Mapping[str, str] | None = None
+    ) -> None:
         """Update the output; `figures` of a step that has just ended, by the name of their
         column."""
         if figures is not None:
@@ -46,7 +51,9 @@ class NotebookProgress:
             lines.append(_line("td", [row.get(name, "") for name in names]))
         table = f"<table>{_line('th', names)}{''.join(lines)}</table>" if lines else ""
         bar = f'<progress value="{step}" max="{total or 1}"></progress>'
-        self._output.update(self._html(f"<div>{bar} step {step}/{total} &nbsp; {html.escape(phase)}</div>{table}"))
+        self._output.update(
+            self._html(f"<div>{bar} step {step}/{total} &nbsp; {html.escape(phase)}</div>{table}")
+        )
 
     def end(self, step: int, total: int, message: str) -> None:
         """Show the last message of the run."""

@@ -66,7 +66,9 @@ def setup_logging(level: int = logging.INFO, console: Console | None = None) -> 
     for handler in [h for h in root.handlers if h.get_name() == __name__]:
         root.removeHandler(handler)
     if console.is_terminal:
-        handler: logging.Handler = RichHandler(console=console, show_path=False, log_time_format="[%X]")
+        handler: logging.Handler = RichHandler(
+            console=console, show_path=False, log_time_format="[%X]"
+        )
     else:
         handler = logging.StreamHandler(console.file)
         handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -176,7 +178,10 @@ class RunProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._live.stop()
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -187,7 +192,9 @@ class RunProgress:
         if self._notebook is not None:
             ending = (self.reason or self.end).splitlines()[0]
             self._notebook.end(
-                self._step, self._total, ending if ending.startswith(self.end) else f"{self.end}: {ending}"
+                self._step,
+                self._total,
+                ending if ending.startswith(self.end) else f"{self.end}: {ending}",
             )
 
     def _update_status(self, **changes: Any) -> None:
@@ -215,7 +222,9 @@ class RunProgress:
         """
         if self._clock.enter(name) and not self._console.is_terminal:
             logger.info("start-up, %.0f s: %s", self._clock.total_s, name)
-        self._update_status(phase=name, progress=None if total is None else {"done": done, "total": total})
+        self._update_status(
+            phase=name, progress=None if total is None else {"done": done, "total": total}
+        )
         name = name if total is None else f"{name}: {done} of {total}"
         self._live.update(self._task, phase=name)
         if self._notebook is not None:
@@ -233,7 +242,9 @@ class RunProgress:
         self._step_ends_s.append(time.monotonic())
         if "val/accuracy" in metrics:
             self._validation["val/accuracy"] = metrics["val/accuracy"]
-        figures = self._figures(self._validation | dict(metrics)) | {f"! {a.replace('_', ' ')}": "" for a in alarms}
+        figures = self._figures(self._validation | dict(metrics)) | {
+            f"! {a.replace('_', ' ')}": "" for a in alarms
+        }
         summary = "  ".join(f"{name} {figure}".rstrip() for name, figure in figures.items())
         self._live.update(self._task, completed=step, summary=summary)
         if self._notebook is not None:
@@ -249,7 +260,9 @@ class RunProgress:
             if figure.metric in metrics:
                 figures[figure.label] = figure.format.format(float(metrics[figure.metric]))
         seconds = metrics.get("time/step")
-        if len(self._step_ends_s) > 1:  # from end to end: waits between steps count, start-up does not
+        if (
+            len(self._step_ends_s) > 1
+        ):  # from end to end: waits between steps count, start-up does not
             seconds = (self._step_ends_s[-1] - self._step_ends_s[0]) / (len(self._step_ends_s) - 1)
         if seconds is not None and self._step < self._total:
             figures["left"] = str(timedelta(seconds=round(seconds * (self._total - self._step))))

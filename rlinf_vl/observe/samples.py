@@ -50,7 +50,9 @@ def inert(value: Any) -> Any:
 
     An invisible space follows each character that a tag, a link or an image needs.
     """
-    return value.replace("<", "<\u200b").replace("]", "]\u200b") if isinstance(value, str) else value
+    return (
+        value.replace("<", "<\u200b").replace("]", "]\u200b") if isinstance(value, str) else value
+    )
 
 
 def code_block(text: str) -> str:

@@ -63,10 +63,22 @@ def _add(name: str, start: float, end: float, about: dict[str, Any]) -> None:
     thread = threading.get_native_id()
     with _lock:
         last = _last.get(thread)
-        if last is not None and last["name"] == name and last["about"] == about and start - last["end"] < MERGE_GAP_S:
+        if (
+            last is not None
+            and last["name"] == name
+            and last["about"] == about
+            and start - last["end"] < MERGE_GAP_S
+        ):
             last["end"], last["count"] = end, last["count"] + 1
         else:
-            _last[thread] = {"name": name, "start": start, "end": end, "thread": thread, "count": 1, "about": about}
+            _last[thread] = {
+                "name": name,
+                "start": start,
+                "end": end,
+                "thread": thread,
+                "count": 1,
+                "about": about,
+            }
             _rows.append(_last[thread])
         if end - _flushed > FLUSH_S:
             _flushed = end
@@ -87,7 +99,11 @@ def read_spans(run_dir: Path) -> list[dict[str, Any]]:
     """Return all spans of a run: name, start and end in Unix seconds, process, thread, count,
     about. Torn lines are left out."""
     files = sorted((run_dir / FOLDER).glob("*.jsonl"))
-    return [row | {"process": path.stem.replace("-", " ")} for path in files for row in read_lines(path)[0]]
+    return [
+        row | {"process": path.stem.replace("-", " ")}
+        for path in files
+        for row in read_lines(path)[0]
+    ]
 
 
 def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
@@ -108,12 +124,23 @@ def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
     processes = {name: i for i, name in enumerate(names)}
     # metadata events ("M") name the rows of the timeline, which are numbers otherwise
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": name}} for name, i in processes.items()
+        {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": name}}
+        for name, i in processes.items()
     ]
     for row in rows:  # complete events ("X"), microseconds since the first span
-        event = {"ph": "X", "name": row["name"], "pid": processes[row["process"]], "tid": row["thread"]}
-        event |= {"ts": round((row["start"] - start) * 1e6, 1), "dur": round((row["end"] - row["start"]) * 1e6, 1)}
-        events.append(event | {"args": row["about"] | ({"count": row["count"]} if row["count"] > 1 else {})})
+        event = {
+            "ph": "X",
+            "name": row["name"],
+            "pid": processes[row["process"]],
+            "tid": row["thread"],
+        }
+        event |= {
+            "ts": round((row["start"] - start) * 1e6, 1),
+            "dur": round((row["end"] - row["start"]) * 1e6, 1),
+        }
+        events.append(
+            event | {"args": row["about"] | ({"count": row["count"]} if row["count"] > 1 else {})}
+        )
     output = output or run_dir / "timeline.json"
     output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return output
@@ -126,7 +153,9 @@ def profiler(run_dir: Path, step: int, rank: int) -> Iterator[None]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    activities = [ProfilerActivity.CPU] + (
+        [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    )
     with profile(activities=activities) as profiled:
         yield
     folder = run_dir / "profile"

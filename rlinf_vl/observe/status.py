@@ -26,7 +26,17 @@ DELAY_S = 0.25
 #: Keys that change several times a step.
 OFTEN = {"phase", "progress", "step"}
 #: Packages whose versions matter to a result.
-PACKAGES = ("rlinf_vl", "torch", "transformers", "ray", "sglang", "numpy", "datasets", "math-verify", "tokenizers")
+PACKAGES = (
+    "rlinf_vl",
+    "torch",
+    "transformers",
+    "ray",
+    "sglang",
+    "numpy",
+    "datasets",
+    "math-verify",
+    "tokenizers",
+)
 
 
 class StatusFile:
@@ -81,7 +91,11 @@ class StatusFile:
     def _write(self) -> None:
         with self._write_lock:
             with self._lock:
-                content, timer, self._pending_write = json.dumps(self._status), self._pending_write, None
+                content, timer, self._pending_write = (
+                    json.dumps(self._status),
+                    self._pending_write,
+                    None,
+                )
             if timer is not None:
                 timer.cancel()
             with suppress(OSError), write_aside(self._path, durable=False) as aside:
@@ -97,7 +111,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     try:
         status = dict(json.loads((run_dir / "status.json").read_bytes()))
         is_active = status["state"] in ("starting", "running")
-        if is_active and status["host"] == platform.node() and not _lives(status["pid"], status["started"]):
+        if (
+            is_active
+            and status["host"] == platform.node()
+            and not _lives(status["pid"], status["started"])
+        ):
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status["time"]))
             status["state"] = "gone"
             status["reason"] = (
@@ -163,7 +181,9 @@ def _checkout() -> dict[str, Any] | None:
     return {
         "commit": _output("git", "rev-parse", "HEAD"),
         "branch": _output("git", "rev-parse", "--abbrev-ref", "HEAD"),
-        "changed_files": len(_output("git", "status", "--porcelain", "--untracked-files=no").splitlines()),
+        "changed_files": len(
+            _output("git", "status", "--porcelain", "--untracked-files=no").splitlines()
+        ),
     }
 
 
@@ -171,6 +191,8 @@ def _output(*command: str) -> str:
     """Return the output of a command; empty if it fails or is missing."""
     try:
         folder = Path(__file__).parent
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -42,7 +42,10 @@ SCHEMA = pa.schema(
         ("response_ids", pa.list_(pa.int32())),
         ("response_mask", pa.list_(pa.bool_())),  # false: not sampled, but an environment's
         ("rollout_logprobs", pa.list_(pa.float32())),  # null: the engine returned none
-        ("train_logprobs", pa.list_(pa.float32())),  # under the weights before the step; null: not trained on
+        (
+            "train_logprobs",
+            pa.list_(pa.float32()),
+        ),  # under the weights before the step; null: not trained on
         ("turns", pa.string()),  # JSON; see `layout`
         ("messages", pa.string()),  # JSON; of each sequence, see `conversation.messages`
         ("advantage", pa.float32()),  # mean over the turns, which may differ
@@ -63,7 +66,9 @@ class TrajectoryStore:
     """The folders of trajectories and images: rows by step, images by hash, up to `max_bytes` in
     all."""
 
-    def __init__(self, run_dir: Path, model_path: str, image_token: str | int, max_bytes: int) -> None:
+    def __init__(
+        self, run_dir: Path, model_path: str, image_token: str | int, max_bytes: int
+    ) -> None:
         """Open the folders of a run; `image_token` is the placeholder of an image token, as text or
         by its id."""
         self._run_dir = run_dir
@@ -76,15 +81,29 @@ class TrajectoryStore:
             self._bytes += sum(file.stat().st_size for file in folder.iterdir())
         self._paths = {file.stem: f"images/{file.name}" for file in images.glob("[!.]*")}
         local = Path(model_path) / "tokenizer.json"
-        self._tokenizer = Tokenizer.from_file(str(local)) if local.exists() else Tokenizer.from_pretrained(model_path)
-        text = self._tokenizer.id_to_token(image_token) if isinstance(image_token, int) else image_token
+        self._tokenizer = (
+            Tokenizer.from_file(str(local))
+            if local.exists()
+            else Tokenizer.from_pretrained(model_path)
+        )
+        text = (
+            self._tokenizer.id_to_token(image_token)
+            if isinstance(image_token, int)
+            else image_token
+        )
         # a run of placeholders is one image; a model without images has a pattern that never
         # matches
         self._image_pattern = re.compile(f"({re.escape(text)})+" if text else "(?!)")
-        self._image_id = image_token if isinstance(image_token, int) else self._tokenizer.token_to_id(image_token)
+        self._image_id = (
+            image_token
+            if isinstance(image_token, int)
+            else self._tokenizer.token_to_id(image_token)
+        )
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
-        self._piece = cache(lambda token: self._tokenizer.decode([token], skip_special_tokens=False))
+        self._piece = cache(
+            lambda token: self._tokenizer.decode([token], skip_special_tokens=False)
+        )
         self._rows: list[dict[str, Any]] = []
 
     def add(
@@ -116,12 +135,19 @@ class TrajectoryStore:
             turn_advantages = None if advantages is None else advantages[sample]
             sampled_logprobs = (logprobs or {}).get(sample)
             self._rows.append(
-                shared | self._row(group.as_seen(t), group.prefix_length, turn_advantages, sampled_logprobs)
+                shared
+                | self._row(
+                    group.as_seen(t), group.prefix_length, turn_advantages, sampled_logprobs
+                )
             )
             self._rows[-1]["sample"] = sample
 
     def _row(
-        self, t: Trajectory, prompt_length: int, advantages: Sequence[float] | None, sampled_logprobs: np.ndarray | None
+        self,
+        t: Trajectory,
+        prompt_length: int,
+        advantages: Sequence[float] | None,
+        sampled_logprobs: np.ndarray | None,
     ) -> dict[str, Any]:
         """Return the row of a trajectory whose sequences begin with a prompt of `prompt_length`
         tokens.
@@ -131,12 +157,16 @@ class TrajectoryStore:
                 on.
         """
         images = {image.hash: image for s in t.sequences for image, _ in s.images}
-        parts: dict[str, list[np.ndarray]] = {}  # by column: the array of each sequence, without the prompt
+        parts: dict[
+            str, list[np.ndarray]
+        ] = {}  # by column: the array of each sequence, without the prompt
         for sequence in t.sequences:
             for name, array in sequence.arrays().items():
                 if name != "routes":  # many numbers a token, which nobody reads as text
                     parts.setdefault(name, []).append(array[prompt_length:])
-        arrays = {name: np.concatenate(arrays_of_column) for name, arrays_of_column in parts.items()}
+        arrays = {
+            name: np.concatenate(arrays_of_column) for name, arrays_of_column in parts.items()
+        }
         ids = arrays.pop("ids", np.zeros(0, np.int32)).tolist()
         mask = arrays.pop("loss_mask", np.zeros(0, bool))
         train_logprobs = None
@@ -170,8 +200,14 @@ class TrajectoryStore:
         numbers = {hash_: number for number, hash_ in enumerate(images)}
         result = []
         for number, sequence in enumerate(t.sequences):
-            turns = {turn_number: turn for turn_number, turn in enumerate(t.turns) if turn.sequence == number}
-            result.append(messages(sequence, turns, numbers, self._special, self._image_id, self._text))
+            turns = {
+                turn_number: turn
+                for turn_number, turn in enumerate(t.turns)
+                if turn.sequence == number
+            }
+            result.append(
+                messages(sequence, turns, numbers, self._special, self._image_id, self._text)
+            )
         return result
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -197,10 +233,20 @@ class TrajectoryStore:
         """Write the added rows as step `step`, and return them."""
         rows, self._rows = self._rows, []
         if rows:
-            extra_columns = {name: values for row in rows for name, values in row.items() if name not in SCHEMA.names}
-            fields = [pa.field(name, pa.list_(pa.from_numpy_dtype(x.dtype))) for name, x in extra_columns.items()]
+            extra_columns = {
+                name: values
+                for row in rows
+                for name, values in row.items()
+                if name not in SCHEMA.names
+            }
+            fields = [
+                pa.field(name, pa.list_(pa.from_numpy_dtype(x.dtype)))
+                for name, x in extra_columns.items()
+            ]
             file = io.BytesIO()
-            pq.write_table(pa.Table.from_pylist(rows, pa.schema([*SCHEMA, *fields])), file, compression="zstd")
+            pq.write_table(
+                pa.Table.from_pylist(rows, pa.schema([*SCHEMA, *fields])), file, compression="zstd"
+            )
             self._write(self._folder / f"step_{step}.parquet", file.getvalue())
         return rows
 
@@ -217,7 +263,9 @@ class TrajectoryStore:
                 file.unlink()
 
 
-def layout(t: Trajectory, prompt_length: int, advantages: Sequence[float] | None) -> dict[str, list]:
+def layout(
+    t: Trajectory, prompt_length: int, advantages: Sequence[float] | None
+) -> dict[str, list]:
     """Return the positions of sequences and turns among the row's tokens (those after the prompt,
     of all sequences).
 

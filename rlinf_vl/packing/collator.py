@@ -71,14 +71,20 @@ class Collator:
         for member in members:
             for sequence in member.trajectory.sequences:
                 images.update({image.hash: (image, grid) for image, grid in sequence.images})
-        features_before = np.cumsum([0, *(math.prod(grid) // self.merge_size**2 for _, grid in images.values())])
+        features_before = np.cumsum(
+            [0, *(math.prod(grid) // self.merge_size**2 for _, grid in images.values())]
+        )
         first_feature = dict(zip(images, features_before.tolist(), strict=False))
         placed: list[list[_PlacedSequence]] = []
         for member in members:
-            placed.append([self._place(sequence, first_feature) for sequence in member.trajectory.sequences])
+            placed.append(
+                [self._place(sequence, first_feature) for sequence in member.trajectory.sequences]
+            )
         row = _RowBuilder()
         # A plan lists a group's items side by side, so one pass finds the members of each group.
-        for _, run in groupby(range(len(members)), key=lambda i: members[i].group.id if self.share_prompts else i):
+        for _, run in groupby(
+            range(len(members)), key=lambda i: members[i].group.id if self.share_prompts else i
+        ):
             group_members = list(run)
             shared, parent = 0, -1
             if len(group_members) > 1 and (shared := members[group_members[0]].group.prefix_length):
@@ -88,26 +94,41 @@ class Collator:
         self._pad(row)
         # (trajectory, sequence, indices of its sampled tokens), in the order of the loss's tokens
         sampled = [
-            (i, p, np.flatnonzero(p.sequence.loss_mask)) for i, sequences in enumerate(placed) for p in sequences
+            (i, p, np.flatnonzero(p.sequence.loss_mask))
+            for i, sequences in enumerate(placed)
+            for p in sequences
         ]
-        logprobs = [p.sequence.logprobs[t] for _, p, t in sampled if p.sequence.logprobs is not None]
+        logprobs = [
+            p.sequence.logprobs[t] for _, p, t in sampled if p.sequence.logprobs is not None
+        ]
         column_names = sampled[0][1].sequence.columns if sampled else ()
         features = np.concatenate([p.features[start:end] for p, start, end in row.segments])
-        owners = np.repeat(np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled])
+        owners = np.repeat(
+            np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled]
+        )
         corrupted = np.array([member.trajectory.corrupted for member in members], bool)
         advantages = [np.array(member.advantages, np.float32) for member in members]
-        assert all(len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True))
+        assert all(
+            len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True)
+        )
         # Turns are numbered over the whole row: those of earlier trajectories come first.
         turns_before = np.cumsum([0, *map(len, advantages)])
         turns = _concatenate(
-            [n + turns_before[i] for i, m in enumerate(members) for n in m.trajectory.turn_numbers()], np.int64
+            [
+                n + turns_before[i]
+                for i, m in enumerate(members)
+                for n in m.trajectory.turn_numbers()
+            ],
+            np.int64,
         )
         columns: dict[str, np.ndarray] = {}
         for name in column_names:
             columns[name] = np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled])
         batch = MicroBatch(
             ids=np.concatenate([p.ids[start:end] for p, start, end in row.segments]),
-            positions=np.concatenate([p.positions[:, start:end] for p, start, end in row.segments], axis=1),
+            positions=np.concatenate(
+                [p.positions[:, start:end] for p, start, end in row.segments], axis=1
+            ),
             cu_seqlens=np.cumsum([0, *(end - start for _, start, end in row.segments)]),
             prefix=np.asarray(row.prefix),
             copies=np.asarray(row.copies),
@@ -118,7 +139,9 @@ class Collator:
             trajectories=owners,
             turns=turns,
             advantages=_concatenate(advantages, np.float32)[turns],
-            rollout_logprobs=_concatenate(logprobs, np.float32) if len(logprobs) == len(sampled) else None,
+            rollout_logprobs=_concatenate(logprobs, np.float32)
+            if len(logprobs) == len(sampled)
+            else None,
             versions=_concatenate([p.sequence.versions[t] for _, p, t in sampled], np.int32),
             columns=columns,
             images=tuple(images),
@@ -133,9 +156,14 @@ class Collator:
             batch = row_part(batch, *self.part, self.merge_size)
         if self.pixels is None or not batch.images:
             return batch
-        return replace(batch, pixel_values=np.concatenate([self.pixels(images[name][0]) for name in batch.images]))
+        return replace(
+            batch,
+            pixel_values=np.concatenate([self.pixels(images[name][0]) for name in batch.images]),
+        )
 
-    def _place(self, sequence: TokenSequence, first_feature: Mapping[str, int]) -> "_PlacedSequence":
+    def _place(
+        self, sequence: TokenSequence, first_feature: Mapping[str, int]
+    ) -> "_PlacedSequence":
         """Compute a sequence's positions and image features, before it is added to a row.
 
         `first_feature` maps an image's hash to the row's first feature of that image.
@@ -147,9 +175,9 @@ class Collator:
         counts = grids.prod(axis=1) // self.merge_size**2
         features = np.full(len(ids), -1)
         # The features of one image are contiguous: its first, plus 0, 1, …
-        features[ids == self.image_token_id] = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(
-            counts.sum()
-        )
+        features[ids == self.image_token_id] = np.repeat(
+            starts - np.cumsum(counts) + counts, counts
+        ) + np.arange(counts.sum())
         return _PlacedSequence(sequence, ids, positions, features, np.full(len(ids), -1))
 
     def _add_branches(
@@ -221,13 +249,20 @@ def _routes(row: _RowBuilder) -> np.ndarray | None:
 
     None if no sequence has routes.
     """
-    example = next((p.sequence.routes for p, _, _ in row.segments if p.sequence.routes is not None), None)
+    example = next(
+        (p.sequence.routes for p, _, _ in row.segments if p.sequence.routes is not None), None
+    )
     if example is None:
         return None
     zeros = np.zeros((row.tokens, example.shape[1]), example.dtype)
-    segment_routes = [zeros if p.sequence.routes is None else p.sequence.routes for p, _, _ in row.segments]
+    segment_routes = [
+        zeros if p.sequence.routes is None else p.sequence.routes for p, _, _ in row.segments
+    ]
     return np.concatenate(
-        [routes[start:end] for routes, (_, start, end) in zip(segment_routes, row.segments, strict=True)]
+        [
+            routes[start:end]
+            for routes, (_, start, end) in zip(segment_routes, row.segments, strict=True)
+        ]
     )
 
 

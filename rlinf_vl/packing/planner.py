@@ -93,14 +93,19 @@ def plan_micro_batches(
     """
     longest = max((item.prompt + item.tokens for item in items), default=0)
     if longest > budget:
-        raise ValueError(f"runner.max_tokens_per_mbs: a trajectory of {longest} tokens exceeds the budget of {budget}")
+        raise ValueError(
+            f"runner.max_tokens_per_mbs: a trajectory of {longest} tokens exceeds the budget of "
+            f"{budget}"
+        )
     if not items:
         return Plan((((),),) * ranks, (False,), 0.0, 0.0, 0.0)
     sizes = _Sizes(items, share_prompts, prices)
     bins, count = _best_bins(sizes, ranks, budget, size or len(items))
     per_rank, costs = _assign_to_ranks(sizes, bins, count, ranks)
     tokens = float(sizes.sums(sizes.tokens, sizes.once_tokens, bins, count).sum())
-    distinct = sum({item.group: item.prompt for item in items}.values()) + sum(item.tokens for item in items)
+    distinct = sum({item.group: item.prompt for item in items}.values()) + sum(
+        item.tokens for item in items
+    )
     # A rank without images runs the vision tower, too, if another rank of its step has some.
     run_vision = []
     for step in range(len(per_rank[0])):
@@ -109,7 +114,9 @@ def plan_micro_batches(
         micro_batches=per_rank,
         run_vision=tuple(run_vision),
         fill=tokens / (costs.size * budget),
-        imbalance=float(costs.max(axis=1).sum() / costs.mean(axis=1).sum() - 1) if costs.any() else 0.0,
+        imbalance=float(costs.max(axis=1).sum() / costs.mean(axis=1).sum() - 1)
+        if costs.any()
+        else 0.0,
         repeated=(tokens - distinct) / tokens,
     )
 
@@ -130,7 +137,9 @@ class _Sizes:
         )
         order = np.lexsort((index, group))
         self.items = [items[i] for i in order.tolist()]
-        group, prompt, tokens, loss, patches = (column[order] for column in (group, prompt, tokens, loss, patches))
+        group, prompt, tokens, loss, patches = (
+            column[order] for column in (group, prompt, tokens, loss, patches)
+        )
         first = np.flatnonzero(np.diff(group, prepend=group[0] - 1))
         self.start = np.append(first, len(items))
         self.group = np.repeat(np.arange(len(first)), np.diff(self.start))
@@ -148,15 +157,21 @@ class _Sizes:
         # With and without shared prompts, a micro-batch encodes each image once.
         self.once_cost = self.once_cost + prices.patch * patches[first]
 
-    def sums(self, per_trajectory: np.ndarray, per_group: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:
+    def sums(
+        self, per_trajectory: np.ndarray, per_group: np.ndarray, bins: np.ndarray, count: int
+    ) -> np.ndarray:
         """Return the sum of each micro-batch, float64 [count].
 
         `per_trajectory` counts for each of its trajectories, `per_group` once for each group with a
         trajectory in it.
         """
         # One number for each pair of micro-batch and group, so that `unique` counts a pair once.
-        pair_bins, pair_groups = np.divmod(np.unique(bins * len(per_group) + self.group), len(per_group))
-        return np.bincount(bins, per_trajectory, count) + np.bincount(pair_bins, per_group[pair_groups], count)
+        pair_bins, pair_groups = np.divmod(
+            np.unique(bins * len(per_group) + self.group), len(per_group)
+        )
+        return np.bincount(bins, per_trajectory, count) + np.bincount(
+            pair_bins, per_group[pair_groups], count
+        )
 
     def costs(self, bins: np.ndarray, count: int) -> np.ndarray:
         return self.sums(self.cost, self.once_cost, bins, count)
@@ -193,13 +208,16 @@ def _best_bins(sizes: _Sizes, ranks: int, budget: int, size: int) -> tuple[np.nd
         if candidates:
             # Micro-batches of similar cost share a step, which lasts as long as its slowest rank.
             fastest = min(
-                candidates, key=lambda bins: np.sort(sizes.costs(bins, count)).reshape(-1, ranks)[:, -1].sum()
+                candidates,
+                key=lambda bins: np.sort(sizes.costs(bins, count)).reshape(-1, ranks)[:, -1].sum(),
             )
             return fastest, count
         count += 1 + count // 100
 
 
-def _fill(sizes: _Sizes, count: int, budget: int, size: int, choice: str, pieces: int, n_cut: int) -> np.ndarray | None:
+def _fill(
+    sizes: _Sizes, count: int, budget: int, size: int, choice: str, pieces: int, n_cut: int
+) -> np.ndarray | None:
     """Add whole groups, the most expensive first, to one of `count` micro-batches with enough room.
 
     A group that fits nowhere is halved.
@@ -215,7 +233,9 @@ def _fill(sizes: _Sizes, count: int, budget: int, size: int, choice: str, pieces
     # Sums up to each trajectory: the cost of trajectories a … b is cost[b] - cost[a]. Lists, since
     # the loop below reads single numbers.
     cost, tokens = (np.append(0, np.cumsum(x)).tolist() for x in (sizes.cost, sizes.tokens))
-    once_cost, once_tokens, group = (x.tolist() for x in (sizes.once_cost, sizes.once_tokens, sizes.group))
+    once_cost, once_tokens, group = (
+        x.tolist() for x in (sizes.once_cost, sizes.once_tokens, sizes.group)
+    )
 
     def heap_entry(first: int, end: int) -> tuple[float, int, int]:
         """Return (negative cost, first, end): the heap's least entry is the most expensive."""
@@ -233,9 +253,15 @@ def _fill(sizes: _Sizes, count: int, budget: int, size: int, choice: str, pieces
     while heap:
         negative_cost, first, end = heappop(heap)
         needed = once_tokens[group[first]] + tokens[end] - tokens[first]
-        roomy = range(bisect_left(by_free_tokens, (needed, -1)), count)[:: 1 if choice == "tightest" else -1]
+        roomy = range(bisect_left(by_free_tokens, (needed, -1)), count)[
+            :: 1 if choice == "tightest" else -1
+        ]
         targets = (b for i in roomy if free_slots[b := by_free_tokens[i][1]] >= end - first)
-        target = min(targets, key=load.__getitem__, default=None) if choice == "cheapest" else next(targets, None)
+        target = (
+            min(targets, key=load.__getitem__, default=None)
+            if choice == "cheapest"
+            else next(targets, None)
+        )
         if target is not None:
             del by_free_tokens[bisect_left(by_free_tokens, (free_tokens[target], target))]
             free_tokens[target] -= needed

@@ -120,10 +120,16 @@ class Advisor:
         offload_changes = [change for change in useful_changes if change.key == CPU_OFFLOAD]
         if base_config.actor.enable_offload:  # the two exclude each other
             offload_changes.append(Change("actor.enable_offload", False))
-        gpu_changes_beside_offload = [change for change in gpu_changes if change.key != "actor.enable_offload"]
+        gpu_changes_beside_offload = [
+            change for change in gpu_changes if change.key != "actor.enable_offload"
+        ]
         # Of each search: changes in every combination, and candidates for the combinations.
         searches = [] if cpu_offload else [([], gpu_changes)]
-        if offload_changes[:1] and offload_changes[0].key == CPU_OFFLOAD and cpu_offload is not False:
+        if (
+            offload_changes[:1]
+            and offload_changes[0].key == CPU_OFFLOAD
+            and cpu_offload is not False
+        ):
             searches.append((offload_changes, gpu_changes_beside_offload))
         for last_changes, candidates in searches:
             # Each change only lowers memory, so where all together lower it too little, so does any
@@ -135,7 +141,9 @@ class Advisor:
                     return self._with_largest_budget(fit, hardware, placement) if exact else fit
         return None
 
-    def smallest_hardware(self, card: int, base: Sequence[Change] = (), *, exact: bool = True) -> Fit | None:
+    def smallest_hardware(
+        self, card: int, base: Sequence[Change] = (), *, exact: bool = True
+    ) -> Fit | None:
         """Return how the config fits on the fewest cards of `card` GB; None where it fits on none.
 
         `CLUSTERS` are tried. `actor.fsdp_config.cpu_offload` is set only where no cluster holds the
@@ -145,14 +153,18 @@ class Advisor:
             hardware = Hardware.named(gpus, card, nodes)
             for placement_changes in self._placements(card, gpus * nodes):
                 changes = [*base, *placement_changes]
-                if fit := self.smallest_change(hardware, changes, cpu_offload=cpu_offload, exact=exact):
+                if fit := self.smallest_change(
+                    hardware, changes, cpu_offload=cpu_offload, exact=exact
+                ):
                     return fit
         return None
 
     def adapters(self, hardware: Hardware, placement: Placement | None = None) -> Fit | None:
         """Return how LoRA, or else QLoRA, fits on `hardware`; None where neither does."""
         for base in (LORA, self.qlora):
-            if not self.config.actor.model.is_lora and (fit := self.smallest_change(hardware, base, placement)):
+            if not self.config.actor.model.is_lora and (
+                fit := self.smallest_change(hardware, base, placement)
+            ):
                 return fit
         return None
 
@@ -170,15 +182,26 @@ class Advisor:
         rollout = self.config.rollout
         (model, *_) = self._models.values()
         bytes_per_weight = DTYPES[rollout.model.precision].itemsize
-        cards_for_weights = model.weights.total * bytes_per_weight / (ENGINE_SHARE * Hardware.named(1, card).usable)
-        can_split = shares_slots(self.config.cluster.component_placement) and rollout.rollout_backend == "sglang"
+        cards_for_weights = (
+            model.weights.total * bytes_per_weight / (ENGINE_SHARE * Hardware.named(1, card).usable)
+        )
+        can_split = (
+            shares_slots(self.config.cluster.component_placement)
+            and rollout.rollout_backend == "sglang"
+        )
         if cards_for_weights <= 1 or not can_split:
             yield ()
         smallest_size = next((size for size in (1, 2, 4) if size >= cards_for_weights), 8)
         for size in (smallest_size, 2 * smallest_size) if can_split else ():
             if 2 * size <= slots and size <= 8:
-                disaggregated = Change("cluster.component_placement", {"actor,rollout": "disaggregated"})
-                yield (disaggregated, Change("rollout.tensor_parallel_size", size)) if size > 1 else (disaggregated,)
+                disaggregated = Change(
+                    "cluster.component_placement", {"actor,rollout": "disaggregated"}
+                )
+                yield (
+                    (disaggregated, Change("rollout.tensor_parallel_size", size))
+                    if size > 1
+                    else (disaggregated,)
+                )
 
     def _model(self, config: Config) -> Model:
         # Configs that differ in other keys share a model: its traces take seconds.
@@ -198,7 +221,9 @@ class Advisor:
         except (ConfigError, ValueError):  # ValueError: this model can't have the adapters
             return None
 
-    def _try(self, changes: Sequence[Change], hardware: Hardware, placement: Placement | None) -> Fit | None:
+    def _try(
+        self, changes: Sequence[Change], hardware: Hardware, placement: Placement | None
+    ) -> Fit | None:
         """Return the fit of the config with these changes.
 
         None if it does not fit, or is not valid.
@@ -207,20 +232,31 @@ class Advisor:
         if memory_ledger is None or memory_ledger.problems:
             return None
         budget = memory_ledger.config.runner.max_tokens_per_mbs
-        return Fit(tuple(Change(key, budget if key == BUDGET else value) for key, value in changes), memory_ledger)
+        return Fit(
+            tuple(Change(key, budget if key == BUDGET else value) for key, value in changes),
+            memory_ledger,
+        )
 
-    def _with_largest_budget(self, fit: Fit, hardware: Hardware, placement: Placement | None) -> Fit:
+    def _with_largest_budget(
+        self, fit: Fit, hardware: Hardware, placement: Placement | None
+    ) -> Fit:
         """Return the fit with the largest budget that fits, to a sixth.
 
         A fit whose budget is not changed is returned as it is.
         """
         if all(change.key != BUDGET for change in fit.changes):
             return fit
-        low, high = fit.ledger.config.runner.max_tokens_per_mbs, self.config.runner.max_tokens_per_mbs
+        low, high = (
+            fit.ledger.config.runner.max_tokens_per_mbs,
+            self.config.runner.max_tokens_per_mbs,
+        )
         # Each try traces the model, so the search ends within a sixth.
         while high - low > max(512, low // 6):
             middle = (low + high) // 1024 * 512
-            changes = [change._replace(value=middle) if change.key == BUDGET else change for change in fit.changes]
+            changes = [
+                change._replace(value=middle) if change.key == BUDGET else change
+                for change in fit.changes
+            ]
             if larger := self._try(changes, hardware, placement):
                 low, fit = middle, larger
             else:
@@ -229,7 +265,11 @@ class Advisor:
 
 
 def advise(
-    memory_ledger: Ledger, model: Model, placement: Placement | None = None, *, elsewhere: bool = True
+    memory_ledger: Ledger,
+    model: Model,
+    placement: Placement | None = None,
+    *,
+    elsewhere: bool = True,
 ) -> list[str]:
     """Return advice on a ledger with problems, a line each.
 
@@ -317,8 +357,13 @@ def _gains(old_ledger: Ledger, new_ledger: Ledger) -> str:
     for old_gpu, new_gpu in zip(old_ledger.gpus, new_ledger.gpus, strict=True):
         for phase, parts in old_gpu.phases.items():
             old_total, new_total = sum(parts.values()), sum(new_gpu.phases[phase].values())
-            if any(text.startswith(f"{phase} needs") and old_gpu.role in text for text in old_ledger.problems):
-                gains.append(f"{phase} takes {new_total / GIB:.1f} instead of {old_total / GIB:.1f} GiB")
+            if any(
+                text.startswith(f"{phase} needs") and old_gpu.role in text
+                for text in old_ledger.problems
+            ):
+                gains.append(
+                    f"{phase} takes {new_total / GIB:.1f} instead of {old_total / GIB:.1f} GiB"
+                )
     peak, phase = max(gpu.peak for gpu in new_ledger.gpus)
     return ", ".join([*gains, f"at most {peak / GIB:.1f} of {usable / GIB:.1f} GiB in {phase}"])
 

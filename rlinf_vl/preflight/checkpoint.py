@@ -44,7 +44,9 @@ def checkpoint(config: Config) -> Iterator[str]:
     else:
         model_type, problem = ask_hub("model", path)
         if problem:
-            yield f"{key}: {path}: {problem}, or name a local folder;{nearest(path, list(TOYS))}".rstrip(";")
+            yield f"{key}: {path}: {problem}, or name a local folder;{nearest(path, list(TOYS))}".rstrip(
+                ";"
+            )
         elif model_type:
             yield from _family(config, model_type)
 
@@ -71,8 +73,13 @@ def _model_folder(config: Config, folder: Path) -> Iterator[str]:
     # A missing or damaged file has been reported above.
     with suppress(OSError, ValueError, TypeError, AttributeError):
         yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
-    templates = (folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
-    yield from _thinking(config, "".join(file.read_text(errors="replace") for file in templates if file.is_file()))
+    templates = (
+        folder / name
+        for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    )
+    yield from _thinking(
+        config, "".join(file.read_text(errors="replace") for file in templates if file.is_file())
+    )
 
 
 def _thinking(config: Config, template: str) -> Iterator[str]:
@@ -132,14 +139,18 @@ def _missing_and_damaged(folder: Path, with_images: bool) -> tuple[list[str], di
     return missing_files, damaged
 
 
-def _family(config: Config, checkpoint_type: str, shape: Mapping[str, Any] | None = None) -> Iterator[str]:
+def _family(
+    config: Config, checkpoint_type: str, shape: Mapping[str, Any] | None = None
+) -> Iterator[str]:
     """Yield the problems of the checkpoint's family and shape.
 
     Its model_type must be a supported family, and the one that the config names, if it names one;
     the engine must be able to run a model of this shape (its config.json).
     """
     key, configured_type = "rollout.model.model_type", config.rollout.model.model_type
-    checkpoint_text = f"the checkpoint at {config.rollout.model.model_path} is of type {checkpoint_type!r}"
+    checkpoint_text = (
+        f"the checkpoint at {config.rollout.model.model_path} is of type {checkpoint_type!r}"
+    )
     if config.actor.model.vlm.paths is not None:
         yield from _paths(config)
         if checkpoint_type not in FAMILIES and config.rollout.rollout_backend == "sglang":
@@ -172,7 +183,9 @@ def _family(config: Config, checkpoint_type: str, shape: Mapping[str, Any] | Non
     # transformers reports what is wrong with a config.json of another form.
     with suppress(AttributeError, TypeError):
         text = (shape or {}).get("text_config") or shape or {}
-        windows = text.get("layer_types") or ["sliding_attention"] * bool(text.get("use_sliding_window"))
+        windows = text.get("layer_types") or ["sliding_attention"] * bool(
+            text.get("use_sliding_window")
+        )
         if "sliding_attention" in windows:
             yield (
                 f"rollout.model.model_path: the config.json in {config.rollout.model.model_path} "
@@ -185,12 +198,14 @@ def _family(config: Config, checkpoint_type: str, shape: Mapping[str, Any] | Non
             if (heads := text.get(name) or 0) % ranks:
                 divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
                 yield (
-                    f"actor.context_parallel_size: {ranks} can't divide the {heads} heads ({name}), "
-                    f"but {checkpoint_text}; these can: {divisors}"
+                    f"actor.context_parallel_size: {ranks} can't divide the {heads} heads "
+                    f"({name}), but {checkpoint_text}; these can: {divisors}"
                 )
     if config.rollout.rollout_backend == "sglang":
         device = config.cluster.device
-        without_gpu = device == "cpu" or (device == "auto" and gpus.is_private(config) and gpus.gpu_memory() == ())
+        without_gpu = device == "cpu" or (
+            device == "auto" and gpus.is_private(config) and gpus.gpu_memory() == ()
+        )
         with suppress(AttributeError, TypeError):  # as above
             for reason in list(refusals(shape or {"model_type": checkpoint_type}, without_gpu)):
                 yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
@@ -216,7 +231,9 @@ def _paths(config: Config) -> Iterator[str]:
             yield str(error)
 
 
-def _mixture(config: Config, checkpoint_text: str, checkpoint_type: str, text: Mapping[str, Any]) -> Iterator[str]:
+def _mixture(
+    config: Config, checkpoint_text: str, checkpoint_type: str, text: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield problems of mixtures of experts.
 
     Keys about them need a model that has one. Rows of their products must be multiples of 16 bytes.
@@ -249,7 +266,9 @@ def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:
         config.data.image_max_pixels,
         config.data.max_prompt_length,
     )
-    token_pixels = (int(processor.get("patch_size") or 16) * int(processor.get("merge_size") or 2)) ** 2
+    token_pixels = (
+        int(processor.get("patch_size") or 16) * int(processor.get("merge_size") or 2)
+    ) ** 2
     if max_pixels is not None and 0 < max_pixels < token_pixels:
         yield (
             f"data.image_max_pixels: {max_pixels} is less than one image token of this model "

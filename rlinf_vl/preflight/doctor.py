@@ -31,7 +31,12 @@ from rlinf_vl.engines.sglang.machine import cuda_environment, missing_tools
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.gpus import gpu_memory
 from rlinf_vl.preflight.inputs import RULES, packages_missing
-from rlinf_vl.preflight.packages import STAMP, installed_version, moved_packages, torchvision_command
+from rlinf_vl.preflight.packages import (
+    STAMP,
+    installed_version,
+    moved_packages,
+    torchvision_command,
+)
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 
 GIB = 2**30
@@ -104,7 +109,9 @@ def line(subject: str, finding: str, problem: object = "", status: str = "fail")
 
     A false `problem` is none.
     """
-    return Line(status, subject, f"{finding}: {problem}") if problem else Line("ok", subject, finding)
+    return (
+        Line(status, subject, f"{finding}: {problem}") if problem else Line("ok", subject, finding)
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -156,7 +163,9 @@ def look(config: Config | None = None) -> Machine:
     address = cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] if config else None
     sglang = config is None or config.rollout.rollout_backend == "sglang"
     driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
-    version_match = re.search(r"\b\d{3,}\.[\d.]+\b", driver.read_text()) if driver.exists() else None
+    version_match = (
+        re.search(r"\b\d{3,}\.[\d.]+\b", driver.read_text()) if driver.exists() else None
+    )
     return Machine(
         python=".".join(map(str, sys.version_info[:3])),
         packages={name: installed_version(name) for name in TESTED if name != "python"},
@@ -175,7 +184,9 @@ def look(config: Config | None = None) -> Machine:
         cluster=address or "",
         cluster_answers=address is None or reachable(address, timeout=5),
         moved=tuple(map(str, moved_packages(stamp))),
-        restore=f"bash requirements/install.sh --venv {sys.prefix}" if stamp.is_file() else torchvision_command(),
+        restore=f"bash requirements/install.sh --venv {sys.prefix}"
+        if stamp.is_file()
+        else torchvision_command(),
     )
 
 
@@ -196,7 +207,9 @@ def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
     for name, version in {"python": machine.python, **machine.packages}.items():
         if version:
             same = any(re.fullmatch(rf"{re.escape(t)}([.+].*)?", version) for t in TESTED[name])
-            yield line(name, version, not same and f"not tested; tested: {', '.join(TESTED[name])}", "warn")
+            yield line(
+                name, version, not same and f"not tested; tested: {', '.join(TESTED[name])}", "warn"
+            )
         elif name in needed:
             install = f"bash requirements/install.sh{' --sglang' if sglang else ''}"
             yield line(name, "not installed", f"`{install}` makes an environment that has it")
@@ -215,19 +228,36 @@ def _gpus(machine: Machine, config: Config | None) -> Iterator[Line]:
     # The head of a cluster needs no GPU of its own; what it lacks says nothing about the others.
     status = "warn" if machine.cluster and not n_gpus else "fail"
     finding = (
-        f"{n_gpus} of {min(machine.gpus) / GIB:.1f} GiB" if n_gpus else "none that the driver shows on this machine"
+        f"{n_gpus} of {min(machine.gpus) / GIB:.1f} GiB"
+        if n_gpus
+        else "none that the driver shows on this machine"
     )
-    yield line("GPUs", finding, not n_gpus and "set cluster.device=cpu, or run where there are some", status)
+    yield line(
+        "GPUs",
+        finding,
+        not n_gpus and "set cluster.device=cpu, or run where there are some",
+        status,
+    )
     finding = f"torch for CUDA {cuda}" if cuda else "torch is built without it"
     yield line(
-        "CUDA", finding, not cuda and "install one with it (TORCH_INDEX_URL, see requirements/install.sh)", status
+        "CUDA",
+        finding,
+        not cuda and "install one with it (TORCH_INDEX_URL, see requirements/install.sh)",
+        status,
     )
     oldest_driver = DRIVERS.get(cuda or 13, 580)
     is_old = not machine.driver or int(machine.driver.split(".")[0]) < oldest_driver
     hint = f"CUDA {cuda or 13} wants {oldest_driver} or newer; update it"
     yield line("NVIDIA driver", machine.driver or "none loaded", is_old and hint, status)
-    if machine.packages["sglang"] and (config is None or config.rollout.rollout_backend == "sglang"):
-        yield line("SGLang's tools", "ninja, a C++ compiler, nvcc", "; ".join(machine.missing_tools), status)
+    if machine.packages["sglang"] and (
+        config is None or config.rollout.rollout_backend == "sglang"
+    ):
+        yield line(
+            "SGLang's tools",
+            "ninja, a C++ compiler, nvcc",
+            "; ".join(machine.missing_tools),
+            status,
+        )
         why = "libcuda comes with the driver, libcudart with torch's CUDA 13 wheels"
         problem = missing_libraries and f"the loader finds no {', '.join(missing_libraries)}; {why}"
         yield line("memory saver", f"{HOOK} under the engine's environment", problem, status)
@@ -244,7 +274,11 @@ def _host(machine: Machine, config: Config | None) -> Iterator[Line]:
     finding = f"/dev/shm has {machine.shared_memory / GIB:.1f} GiB free, the object store takes {store_bytes / GIB:.1f}"
     problem = f"Ray would put it on disk; start the container with --shm-size={-(-store_bytes // GIB)}g, or lower it"
     yield line("shared memory", finding, machine.shared_memory < store_bytes and problem, "warn")
-    hint = "widen net.ipv4.ip_local_port_range" if machine.ports else "none can be bound; look at the network"
+    hint = (
+        "widen net.ipv4.ip_local_port_range"
+        if machine.ports
+        else "none can be bound; look at the network"
+    )
     status = "warn" if machine.ports else "fail"
     yield line("ports", f"{machine.ports} to hand out", machine.ports < 2000 and hint, status)
     if machine.cluster:
@@ -279,7 +313,10 @@ def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[L
     threads = (ranks + engines) * (config.cluster.cpu_threads or 1)
     finding = f"{machine.cores} for {ranks + engines} actors and {threads} of their threads (cluster.cpu_threads)"
     yield line(
-        "cores", finding, threads > machine.cores and "actors take turns; take more cores or fewer slots", "warn"
+        "cores",
+        finding,
+        threads > machine.cores and "actors take turns; take more cores or fewer slots",
+        "warn",
     )
     if weights:
         yield from _of_weights(machine, config, ranks, engines)
@@ -309,29 +346,40 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
     # A new checkpoint is complete before the oldest is deleted.
     n_checkpoints = max(1, runner.keep_last) + runner.keep_best + 1
     # Each rank and each engine reads the whole model into host memory.
-    loading_bytes = (ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize) * weights.total
+    loading_bytes = (
+        ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize
+    ) * weights.total
     finding = (
         f"{machine.total_memory / GIB:.1f} GiB; loading takes {loading_bytes / GIB:.1f} "
         f"(actor ranks {ranks}, engines {engines})"
     )
-    problem = loading_bytes > 0.7 * machine.total_memory and "take fewer slots a machine, or more memory"
+    problem = (
+        loading_bytes > 0.7 * machine.total_memory and "take fewer slots a machine, or more memory"
+    )
     # In float32: the weight and AdamW's two moments.
     checkpoint_bytes = 12 * weights.trained
     if not (config.actor.model.is_lora and config.actor.model.lora.save_lora_only):
         checkpoint_bytes += model.stored * (weights.total - weights.trained)
     if runner.async_save and checkpoint_bytes / nodes > 0.5 * machine.total_memory:
-        finding += (
-            f"; the copy of a checkpoint that is written while training goes on, {checkpoint_bytes / nodes / GIB:.1f}"
-        )
+        finding += f"; the copy of a checkpoint that is written while training goes on, {checkpoint_bytes / nodes / GIB:.1f}"
         problem = problem or "set runner.async_save=false"
     yield line("memory", finding, problem, "warn")
     finding = f"{_size(machine.run_disk)} free for runs, where {n_checkpoints} checkpoints of {_size(checkpoint_bytes)} lie at once"
-    hint = "make room, set runner.checkpoint_dir to a larger disk or a URL, or lower runner.keep_last"
+    hint = (
+        "make room, set runner.checkpoint_dir to a larger disk or a URL, or lower runner.keep_last"
+    )
     status = "fail" if machine.run_disk < checkpoint_bytes else "warn"
     if "://" in (runner.checkpoint_dir or ""):
-        finding, hint = f"{_size(machine.run_disk)} free for runs; checkpoints go to {runner.checkpoint_dir}", ""
-    yield line("disk", finding, machine.run_disk < n_checkpoints * checkpoint_bytes and hint, status)
-    hint = machine.cache_disk < 2 * weights.total and "set RLINF_VL_CACHE and HF_HOME to a larger disk"
+        finding, hint = (
+            f"{_size(machine.run_disk)} free for runs; checkpoints go to {runner.checkpoint_dir}",
+            "",
+        )
+    yield line(
+        "disk", finding, machine.run_disk < n_checkpoints * checkpoint_bytes and hint, status
+    )
+    hint = (
+        machine.cache_disk < 2 * weights.total and "set RLINF_VL_CACHE and HF_HOME to a larger disk"
+    )
     yield line("cache", f"{_size(machine.cache_disk)} free for the cache", hint, "warn")
     if model.family.vision_tower:
         yield _image_tokens(config, model.shape.vision_config)
@@ -346,7 +394,9 @@ def _most_checkpoint_bytes(model_path: str) -> float:
     if model_path in TOYS:
         return GIB
     folder = Path(model_path)
-    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    stored_bytes = (
+        sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    )
     # A weight takes 12 bytes of a checkpoint, and at least half a byte where it is stored.
     return 2 * 12 * stored_bytes or math.inf
 
@@ -357,7 +407,11 @@ def _checkpoint_disk(config: Config) -> Path:
     Where they go to a store, it is that of the run's other files.
     """
     checkpoint_dir = config.runner.checkpoint_dir
-    return Path(checkpoint_dir if checkpoint_dir and "://" not in checkpoint_dir else config.runner.output_dir)
+    return Path(
+        checkpoint_dir
+        if checkpoint_dir and "://" not in checkpoint_dir
+        else config.runner.output_dir
+    )
 
 
 def _image_tokens(config: Config, vision) -> Line:
@@ -365,15 +419,19 @@ def _image_tokens(config: Config, vision) -> Line:
     data, side = config.data, vision.patch_size * vision.spatial_merge_size
     processor_file = Path(config.rollout.model.model_path) / "preprocessor_config.json"
     checkpoint_bound = (
-        json.loads(processor_file.read_text()).get("size", {}).get("longest_edge") if processor_file.is_file() else None
+        json.loads(processor_file.read_text()).get("size", {}).get("longest_edge")
+        if processor_file.is_file()
+        else None
     )
     if not data.image_keys or not (pixels := data.image_max_pixels or checkpoint_bound):
-        finding = "data.image_max_pixels is null: the checkpoint's own bound holds" if data.image_keys else "no images"
+        finding = (
+            "data.image_max_pixels is null: the checkpoint's own bound holds"
+            if data.image_keys
+            else "no images"
+        )
         return line("image tokens", finding)
     tokens = pixels // side**2
-    finding = (
-        f"at most {tokens} an image ({side} × {side} pixels each), of data.max_prompt_length {data.max_prompt_length}"
-    )
+    finding = f"at most {tokens} an image ({side} × {side} pixels each), of data.max_prompt_length {data.max_prompt_length}"
     hint = "rows with large images are left out; lower data.image_max_pixels"
     return line("image tokens", finding, tokens >= data.max_prompt_length and hint, "warn")
 
@@ -388,12 +446,19 @@ def _join(config: Config) -> Line:
     try:
         with ray_cluster(config):
             nodes = sum(node["Alive"] for node in ray.nodes())
-            resources = ", ".join(f"{ray.cluster_resources().get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+            resources = ", ".join(
+                f"{ray.cluster_resources().get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU")
+            )
     # Ray raises these where the cluster has another version of Ray or Python, for instance.
     except (RuntimeError, ConnectionError, ValueError) as error:
         return line("cluster", "can't be joined", str(error).strip().splitlines()[-1])
-    hint = nodes < needed_nodes and "start the others with ray_utils/start_ray.sh, or lower cluster.num_nodes"
-    return line("cluster", f"machines {nodes} with {resources}, cluster.num_nodes {needed_nodes}", hint)
+    hint = (
+        nodes < needed_nodes
+        and "start the others with ray_utils/start_ray.sh, or lower cluster.num_nodes"
+    )
+    return line(
+        "cluster", f"machines {nodes} with {resources}, cluster.num_nodes {needed_nodes}", hint
+    )
 
 
 def _missing_libraries() -> tuple[str, ...]:
@@ -407,7 +472,9 @@ def _missing_libraries() -> tuple[str, ...]:
     if shutil.which("ldd") is None:
         return ()
     environment = os.environ | cuda_environment(shared_gpu=True)
-    output = subprocess.run(["ldd", library], capture_output=True, text=True, env=environment).stdout
+    output = subprocess.run(
+        ["ldd", library], capture_output=True, text=True, env=environment
+    ).stdout
     return tuple(re.findall(r"(\S+) => not found", output))
 
 
@@ -419,7 +486,9 @@ def _size(n: float) -> str:
 def _free(path: Path) -> int:
     """Return the free bytes of the disk that the path is, or would be, on."""
     path = path.expanduser().absolute()
-    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+    return shutil.disk_usage(
+        next(folder for folder in (path, *path.parents) if folder.exists())
+    ).free
 
 
 def _ports() -> int:

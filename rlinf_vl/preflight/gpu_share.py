@@ -35,7 +35,11 @@ def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) 
     hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(sizes)))
     model = Model(config, model_path)
     memory_ledger = ledger(config, hardware, model, reservation.placement)
-    advice = advise(memory_ledger, model, reservation.placement, elsewhere=False) if memory_ledger.problems else []
+    advice = (
+        advise(memory_ledger, model, reservation.placement, elsewhere=False)
+        if memory_ledger.problems
+        else []
+    )
     if memory_ledger.problems and automatic:
         raise ConfigError(f"{'; '.join(memory_ledger.problems)}; {advice[0]}")
     for problem in (*memory_ledger.problems, *advice):

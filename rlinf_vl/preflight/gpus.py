@@ -9,7 +9,10 @@ from rlinf_vl.runtime.cluster import cluster_to_join
 
 def is_private(config: Config) -> bool:
     """Return whether the run starts Ray on this machine alone, and so has this machine's GPUs."""
-    return config.cluster.num_nodes == 1 and cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] is None
+    return (
+        config.cluster.num_nodes == 1
+        and cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] is None
+    )
 
 
 def gpu_memory() -> tuple[int, ...] | None:
@@ -30,7 +33,9 @@ def gpu_memory() -> tuple[int, ...] | None:
         return ()
     n_gpus, visible = count.value, os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        n_gpus = min(n_gpus, sum(name.strip() not in ("", "-1", "NoDevFiles") for name in visible.split(",")))
+        n_gpus = min(
+            n_gpus, sum(name.strip() not in ("", "-1", "NoDevFiles") for name in visible.split(","))
+        )
     sizes = []
     for i in range(n_gpus):
         nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle))

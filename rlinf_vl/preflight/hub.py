@@ -38,9 +38,15 @@ def ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, str
     except hub.errors.HFValidationError:
         return None, "neither a folder here nor a name that the hub allows; write owner/name"
     except hub.errors.GatedRepoError:
-        return None, "the hub asks for an agreement first; accept it on its page, then 'hf auth login'"
+        return (
+            None,
+            "the hub asks for an agreement first; accept it on its page, then 'hf auth login'",
+        )
     except hub.errors.RepositoryNotFoundError:
-        return None, f"the hub has no {kind} of that name, or a private one; check it, or 'hf auth login'"
+        return (
+            None,
+            f"the hub has no {kind} of that name, or a private one; check it, or 'hf auth login'",
+        )
     # Errors of the client, and of the HTTP library that its version uses.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -50,5 +56,11 @@ def ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, str
             os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of a private cluster
             hub.constants.HF_HUB_OFFLINE = True  # for this one, which has read it
             return model_type, None
-        fetch = f"hf download {name}" + (" --repo-type dataset --local-dir DIR" if kind == "data set" else "")
-        return None, f"not in the cache here, and the hub can't be reached ({reason}); run '{fetch}' where it can"
+        fetch = f"hf download {name}" + (
+            " --repo-type dataset --local-dir DIR" if kind == "data set" else ""
+        )
+        return (
+            None,
+            f"not in the cache here, and the hub can't be reached ({reason}); run '{fetch}' where "
+            "it can",
+        )

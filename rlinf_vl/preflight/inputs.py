@@ -51,7 +51,11 @@ def packages_missing(config: Config) -> Iterator[str]:
     """
     if config.actor.model.is_lora and importlib.util.find_spec("peft") is None:
         yield "actor.model.is_lora: true needs peft, which is not installed; pip install peft"
-    if config.actor.model.is_lora and config.actor.model.lora.quantization == "nf4" and (why := _without_nf4(config)):
+    if (
+        config.actor.model.is_lora
+        and config.actor.model.lora.quantization == "nf4"
+        and (why := _without_nf4(config))
+    ):
         yield f"actor.model.lora.quantization: nf4 needs bitsandbytes, {why}, or set none: the model is stored in param_dtype"
     if config.rollout.rollout_backend != "sglang":
         return
@@ -78,7 +82,11 @@ def _without_nf4(config: Config) -> str | None:
     except subprocess.TimeoutExpired:
         return f"which does not answer on {device}; install one that does"
     error_lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-    return f"which fails on {device} ({error_lines[-1]}); install one that runs there" if result.returncode else None
+    return (
+        f"which fails on {device} ({error_lines[-1]}); install one that runs there"
+        if result.returncode
+        else None
+    )
 
 
 def _data(config: Config, with_rows: bool = True) -> Iterator[str]:
@@ -147,18 +155,24 @@ def _rows(config: Config, key: str, path: str, columns: Sequence[str]) -> Iterat
         yield f"{key}: {path}: {bad_rows}; row {number}: {reason}; 'rlinf-vl check-data' names them all"
 
 
-def _columns(config: Config, path: str, columns: Sequence[str], level_key: str | None) -> Iterator[str]:
+def _columns(
+    config: Config, path: str, columns: Sequence[str], level_key: str | None
+) -> Iterator[str]:
     """Yield the columns that the config names and the file lacks.
 
     `level_key`: of the curriculum, None without one.
     """
     row_format = RowFormat.of(config.data).for_columns(columns)
-    curriculum_columns = {} if level_key is None else {level_key.partition(".")[0]: "data.curriculum_key"}
+    curriculum_columns = (
+        {} if level_key is None else {level_key.partition(".")[0]: "data.curriculum_key"}
+    )
     has_missing = False
     for column, key in (row_format.columns | curriculum_columns).items():
         if column not in columns:
             has_missing = True
-            alternative = " or data.image_keys=[] without images;" if key == "data.image_keys" else ""
+            alternative = (
+                " or data.image_keys=[] without images;" if key == "data.image_keys" else ""
+            )
             hint = f"; name one of those,{alternative}{nearest(column, columns)}".rstrip(",;")
             yield f"{key}: column {column!r} not in {path}; columns are {', '.join(sorted(columns))}{hint}"
     if not has_missing and (reason := row_format.missing_column(columns, path)):
@@ -174,12 +188,19 @@ def _environment(config: Config) -> Iterator[str]:
     try:
         check_env_class(rollout.env_class, config.runner.code_files)
         env_class = load_env_class(rollout.env_class, config.runner.code_files)
-        problems = [f"rollout.env_kwargs: {problem}" for problem in keyword_problems(env_class, rollout.env_kwargs)]
+        problems = [
+            f"rollout.env_kwargs: {problem}"
+            for problem in keyword_problems(env_class, rollout.env_kwargs)
+        ]
         yield from problems
         if not problems:
             rewards = {"reward_max": scale.reward_max_val, "reward_min": scale.reward_min_val}
             make = EnvMaker(
-                rollout.env_class, rollout.env_kwargs, config.runner.code_files, lambda *_: False, **rewards
+                rollout.env_class,
+                rollout.env_kwargs,
+                config.runner.code_files,
+                lambda *_: False,
+                **rewards,
             )
             env = make(Problem("", (), ""), 0, 0)
             # As in a run, where an environment that does not close harms nobody.
@@ -188,7 +209,9 @@ def _environment(config: Config) -> Iterator[str]:
                 if inspect.iscoroutine(closing):
                     asyncio.run(closing)
     except Exception as error:  # an environment may raise anything
-        lacks_module = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
+        lacks_module = isinstance(error, ModuleNotFoundError) or isinstance(
+            error.__cause__, ModuleNotFoundError
+        )
         if lacks_module and importlib.util.find_spec("torch") is None:
             return  # the run will use another Python, which has the packages
         prefix = f"{rollout.env_class!r} can't be made: {type(error).__name__}: "
@@ -215,7 +238,9 @@ def _server_arguments(config: Config) -> Iterator[str]:
 
     An engine would refuse them after Ray has started.
     """
-    server_args = config.rollout.sglang.server_args if config.rollout.rollout_backend == "sglang" else {}
+    server_args = (
+        config.rollout.sglang.server_args if config.rollout.rollout_backend == "sglang" else {}
+    )
     if server_args and (known_names := server_argument_names()):
         for name in server_args.keys() - known_names:
             yield (
@@ -237,7 +262,11 @@ def _folders(config: Config) -> Iterator[str]:
                 reason = reason_of(error).splitlines()[0]
                 yield f"runner.{name}: {url!r} can't be reached ({reason}); name a folder, or a URL that fsspec reaches"
     checkpoint_dir = runner.checkpoint_dir
-    if checkpoint_dir and "://" not in checkpoint_dir and (reason := _unwritable(Path(checkpoint_dir))):
+    if (
+        checkpoint_dir
+        and "://" not in checkpoint_dir
+        and (reason := _unwritable(Path(checkpoint_dir)))
+    ):
         yield f"runner.checkpoint_dir: {checkpoint_dir!r} can't be written ({reason}); name another folder"
     resume_dir = runner.resume_dir
     if resume_dir is not None and resume_dir != "auto" and os.path.isdir(resume_dir):
@@ -301,7 +330,11 @@ def _gpus(config: Config) -> Iterator[str]:
 
     GPUs of a cluster that the run joins are checked after it has joined.
     """
-    if config.cluster.device != "cuda" or not gpus.is_private(config) or (gpu_sizes := gpus.gpu_memory()) is None:
+    if (
+        config.cluster.device != "cuda"
+        or not gpus.is_private(config)
+        or (gpu_sizes := gpus.gpu_memory()) is None
+    ):
         return
     if not gpu_sizes:
         yield (
@@ -329,7 +362,9 @@ def _rewards(config: Config) -> Iterator[str]:
         key = f"reward.functions[{number}]" if reward.functions else "reward.reward_type"
         try:
             if is_code(name):
-                check_code(name, {}, config.runner.code_files, kind="reward function", signature=SIGNATURE)
+                check_code(
+                    name, {}, config.runner.code_files, kind="reward function", signature=SIGNATURE
+                )
                 load_function(name, kwargs, config.runner.code_files)
             else:
                 named_function(name, kwargs, reward.judge_hosts)

@@ -137,7 +137,10 @@ class Ledger:
 
 
 def ledger(
-    config: Config, hardware: Hardware, model: Model | None = None, placement: Placement | None = None
+    config: Config,
+    hardware: Hardware,
+    model: Model | None = None,
+    placement: Placement | None = None,
 ) -> Ledger:
     """Sum up the memory that `config` takes on GPUs of this kind.
 
@@ -151,62 +154,94 @@ def ledger(
     ranks, is_shared = len(placement.actor), placement.shared
     tp = min(map(len, placement.engines))  # the smallest engine's GPUs are the fullest
     model = model or Model(config)
-    strategy = resolve_weight_sync(config.rollout.weight_sync, "cuda", is_shared, placement.beside_actors)
+    strategy = resolve_weight_sync(
+        config.rollout.weight_sync, "cuda", is_shared, placement.beside_actors
+    )
     # With hsdp the ranks of each node share the weights: the smallest node's shards are the largest.
     is_hybrid = config.actor.fsdp_config.strategy == "hsdp"
     ranks_by_node = Counter(map(placement.node_of, placement.actor))
-    rank_phases = _rank(config, model, ranks, min(ranks_by_node.values()) if is_hybrid else ranks, strategy)
+    rank_phases = _rank(
+        config, model, ranks, min(ranks_by_node.values()) if is_hybrid else ranks, strategy
+    )
     engine_parts = _engine(config, model, hardware, tp)
     engine_weights = engine_parts.pop("engine weights")
     state = model.family.decode_state(model.shape)
     per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / tp)
     per_row = math.ceil(state.row_bytes() / tp)
     share_base = hardware.gpu_bytes - engine_parts["engine contexts"]  # SGLang's share is of this
-    other_bytes = sum(engine_parts.values()) + (sum(rank_phases["generate"].values()) if is_shared else 0)
+    other_bytes = sum(engine_parts.values()) + (
+        sum(rank_phases["generate"].values()) if is_shared else 0
+    )
     wake_bytes = WAKE_RESERVE_BYTES - RESERVE_BYTES if is_shared else 0
     # In steps of a hundredth, as a user would write it.
-    fitting_share = math.floor(100 * (hardware.usable - wake_bytes - other_bytes) / share_base) / 100
+    fitting_share = (
+        math.floor(100 * (hardware.usable - wake_bytes - other_bytes) / share_base) / 100
+    )
     configured_share = config.rollout.gpu_memory_utilization
-    share = max(0.0, min(MOST_SHARE, fitting_share)) if isinstance(configured_share, str) else configured_share
+    share = (
+        max(0.0, min(MOST_SHARE, fitting_share))
+        if isinstance(configured_share, str)
+        else configured_share
+    )
     kv_bytes = max(0, int(share * share_base) - engine_weights)
     # An engine must hold one group of the longest responses.
     smallest_share = (
-        engine_weights + config.algorithm.group_size * (config.runner.seq_length * per_token + per_row)
+        engine_weights
+        + config.algorithm.group_size * (config.runner.seq_length * per_token + per_row)
     ) / share_base
     with_weights = {"engine weights": engine_weights} | engine_parts
     with_cache = {"KV cache": kv_bytes} | with_weights
     gpus = []
     if is_shared:
         # Engines with small weights keep them while they sleep (`release_tags`).
-        asleep = engine_parts if "weights" in release_tags(engine_weights, hardware.gpu_bytes) else with_weights
+        asleep = (
+            engine_parts
+            if "weights" in release_tags(engine_weights, hardware.gpu_bytes)
+            else with_weights
+        )
         engines = {"generate": with_cache, "sync": with_weights}
         gpus.append(
-            Gpu("collocated", {phase: parts | engines.get(phase, asleep) for phase, parts in rank_phases.items()})
+            Gpu(
+                "collocated",
+                {phase: parts | engines.get(phase, asleep) for phase, parts in rank_phases.items()},
+            )
         )
     if set(placement.actor) - set(placement.rollout):
         gpus.append(Gpu("actor", rank_phases))
     if not placement.beside_actors:
         gpus.append(
-            Gpu("rollout", {"generate": with_cache, "sync": with_cache | {"buckets in flight": 2 * BUCKET_BYTES}})
+            Gpu(
+                "rollout",
+                {
+                    "generate": with_cache,
+                    "sync": with_cache | {"buckets in flight": 2 * BUCKET_BYTES},
+                },
+            )
         )
     trace = model.step(config.runner.max_tokens_per_mbs)
     # States of fixed size, one for each running request, take their bytes first.
     kv_token_bytes = max(0, kv_bytes - config.rollout.max_running_requests * per_row)
-    memory_ledger = Ledger(config, hardware, tuple(gpus), share, kv_token_bytes // per_token, trace, model.shape_source)
+    memory_ledger = Ledger(
+        config, hardware, tuple(gpus), share, kv_token_bytes // per_token, trace, model.shape_source
+    )
     return replace(memory_ledger, problems=tuple(_problems(memory_ledger, smallest_share)))
 
 
 def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -> dict[str, Parts]:
     """Return the parts of an actor rank by phase; every `shard` ranks share the weights."""
     fsdp, weights, actor = config.actor.fsdp_config, model.weights, config.actor
-    compute, reduce = (_bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype))
+    compute, reduce = (
+        _bytes(d) for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
+    )
     on_device = 0 if fsdp.cpu_offload else 1
     keeps_gathered = not fsdp.reshard_after_forward or ranks == 1
     tower_frozen = weights.tower > 0 and not weights.trains_vision
     has_reference = config.algorithm.kl_beta > 0 and not actor.model.is_lora
     trained, quantized = weights.shard(shard, trained=True), sum(weights.quantized)
     # Trained weights are float32.
-    shards = {"parameters": (model.stored * (weights.shard(shard) - trained) + 4 * trained) * on_device}
+    shards = {
+        "parameters": (model.stored * (weights.shard(shard) - trained) + 4 * trained) * on_device
+    }
     packed = {"4-bit weights": math.ceil(quantized * BITS / 8)} if quantized else {}
     if has_reference:
         shards["reference"] = compute * weights.shard(shard) * on_device
@@ -218,17 +253,27 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched
     # ahead; the root stays whole.
     blocks = 4 * max(weights.block, 0 if tower_frozen else weights.tower_unit)
-    gathered = weights.total - quantized - tower_frozen * weights.tower if keeps_gathered else weights.root + blocks
+    gathered = (
+        weights.total - quantized - tower_frozen * weights.tower
+        if keeps_gathered
+        else weights.root + blocks
+    )
     if has_reference:
         gathered += weights.total - weights.tower if keeps_gathered else weights.root + blocks
     if teacher:
-        gathered += teacher.total if keeps_gathered else teacher.root + 4 * max(teacher.block, teacher.tower_unit)
+        gathered += (
+            teacher.total
+            if keeps_gathered
+            else teacher.root + 4 * max(teacher.block, teacher.tower_unit)
+        )
     train = {
         # Of quantized weights, one is dense at a time.
         "gathered weights": compute * (gathered + max(weights.quantized, default=0)),
         # Where weights stay gathered, gradients add up whole, in the dtype they are reduced in,
         # until the last micro-batch.
-        "gradients": max(sharded_gradients, reduce * weights.trained) if keeps_gathered else sharded_gradients,
+        "gradients": max(sharded_gradients, reduce * weights.trained)
+        if keeps_gathered
+        else sharded_gradients,
         # A unit's own, and the buffer of its reduction.
         "gradients in flight": (compute + reduce) * weights.unit_trained,
         "activations": model.step(config.runner.max_tokens_per_mbs).peak,
@@ -244,12 +289,18 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
     bucket_bytes = 2 * BUCKET_BYTES
     if strategy == "shared_memory":
         bucket_bytes = BUCKET_BYTES + BUFFERS * max(BUCKET_BYTES, sent_itemsize * weights.largest)
-    sync = {"gathered weights": (4 + sent_itemsize) * weights.largest, "buckets in flight": bucket_bytes}
+    sync = {
+        "gathered weights": (4 + sent_itemsize) * weights.largest,
+        "buckets in flight": bucket_bytes,
+    }
     # FSDP2 moves a unit to the device whole, and drops it for its shard.
     unit_bytes = model.stored * max(weights.root, weights.block, weights.tower_unit)
     sharding = {"parameters": shards["parameters"] + unit_bytes}
     shards = shards | packed
-    process_parts = {"rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1), "allocator": RESIDUE_BYTES}
+    process_parts = {
+        "rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1),
+        "allocator": RESIDUE_BYTES,
+    }
     n_caches = tower_frozen + (teacher is not None and teacher.tower > 0)
     cache = {"vision cache": n_caches * int(actor.vision_cache_gb * GIB)}
     training = process_parts | shards | optimizer | cache
@@ -267,7 +318,11 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
 
 def _with_slack(resident: Parts, passing: Parts) -> Parts:
     """Return the parts together, with the allocator's part for the passing ones."""
-    return resident | passing | {"allocator": RESIDUE_BYTES + int(FRAGMENTATION * sum(passing.values()))}
+    return (
+        resident
+        | passing
+        | {"allocator": RESIDUE_BYTES + int(FRAGMENTATION * sum(passing.values()))}
+    )
 
 
 def _engine(config: Config, model: Model, hardware: Hardware, tp: int) -> Parts:
@@ -275,8 +330,12 @@ def _engine(config: Config, model: Model, hardware: Hardware, tp: int) -> Parts:
     rollout, text = config.rollout, model.shape.get_text_config()
     itemsize, running = _bytes(rollout.model.precision), rollout.max_running_requests
     # Tokens that SGLang prefills at once, by the GPU's size (its arg_groups/memory_hook.py).
-    prefill = 2048 if hardware.gpu_bytes < 20 * GIB else 4096 if hardware.gpu_bytes < 60 * GIB else 8192
-    expert_width = getattr(text, "num_experts_per_tok", 0) * getattr(text, "moe_intermediate_size", 0)
+    prefill = (
+        2048 if hardware.gpu_bytes < 20 * GIB else 4096 if hardware.gpu_bytes < 60 * GIB else 8192
+    )
+    expert_width = getattr(text, "num_experts_per_tok", 0) * getattr(
+        text, "moe_intermediate_size", 0
+    )
     width = max(getattr(text, "intermediate_size", 0), expert_width)
     layer, tower = prefill * (4 * width + 8 * text.hidden_size) * itemsize, 0
     if model.family.vision_tower:
@@ -284,7 +343,10 @@ def _engine(config: Config, model: Model, hardware: Hardware, tp: int) -> Parts:
         tower = (
             4
             * prefill
-            * (4 * getattr(vision, "intermediate_size", 4 * vision.hidden_size) + 10 * vision.hidden_size)
+            * (
+                4 * getattr(vision, "intermediate_size", 4 * vision.hidden_size)
+                + 10 * vision.hidden_size
+            )
             * itemsize
         )
     sampler = 4 * running * text.vocab_size * 4  # logits, probabilities and two copies, float32
@@ -322,8 +384,9 @@ def _problems(memory_ledger: Ledger, smallest_share: float) -> Iterator[str]:
                 yield f"{phase} needs {totals[phase] / GIB:.1f} of {usable / GIB:.1f} GiB on a GPU ({gpu.role})"
     if memory_ledger.share < smallest_share and not is_full:
         yield (
-            f"rollout.gpu_memory_utilization: {memory_ledger.share:.2f} holds the engine's weights and less than one group of "
-            f"{config.algorithm.group_size} responses, which takes {smallest_share:.2f}"
+            f"rollout.gpu_memory_utilization: {memory_ledger.share:.2f} holds the engine's weights "
+            f"and less than one group of {config.algorithm.group_size} responses, which takes "
+            f"{smallest_share:.2f}"
         )
 
 
@@ -350,7 +413,10 @@ def largest_budget(memory_ledger: Ledger, model: Model) -> int:
                 if budget > second_budget
                 else 0
             )
-            tokens = min(4 * budget, int(budget + (available - trace(budget).peak) / max(slope, 1.0)) // 512 * 512)
+            tokens = min(
+                4 * budget,
+                int(budget + (available - trace(budget).peak) / max(slope, 1.0)) // 512 * 512,
+            )
             while tokens >= smallest_budget and trace(tokens).peak > available:
                 tokens = int(tokens * 0.95) // 512 * 512
             budgets.append(tokens)

@@ -25,7 +25,9 @@ from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_p
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
 
 #: config.json of common hub models, with the keys that decide on memory.
-KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_models.json").read_text())
+KNOWN: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("known_models.json").read_text()
+)
 #: More tokens in a micro-batch are not traced: a trace's time grows with its tokens.
 MOST_TOKENS = 2**21
 
@@ -46,7 +48,9 @@ class Model:
         """
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
         self.path = path or rollout.model_path
-        self.shape, self.shape_source = model_config(self.path, trust_remote_code=rollout.trust_remote_code)
+        self.shape, self.shape_source = model_config(
+            self.path, trust_remote_code=rollout.trust_remote_code
+        )
         paths = config.actor.model.vlm.paths
         model_type = rollout.model_type if is_code(rollout.model_type) else self.shape.model_type
         files = config.runner.code_files
@@ -61,7 +65,9 @@ class Model:
         )
         lora = config.actor.model.lora
         quantized = config.actor.model.is_lora and lora.quantization != "none"
-        self.weights = Weights(self._meta_model, self.family, merged=lora.sync == "merged", quantized=quantized)
+        self.weights = Weights(
+            self._meta_model, self.family, merged=lora.sync == "merged", quantized=quantized
+        )
         self.stored = self._meta_model.dtype.itemsize if config.actor.model.is_lora else 4
         self._config = config
 
@@ -79,19 +85,24 @@ class Model:
         """Trace `trace_step` on CUDA for a rank's part of a row of `tokens`."""
         if tokens > MOST_TOKENS:
             raise ConfigError(
-                f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any GPU holds; set it to "
-                "16384, or to what 'python -m rlinf_vl preflight' then says is the largest that fits"
+                f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any "
+                "GPU holds; set it to 16384, or to what 'python -m rlinf_vl preflight' then says "
+                "is the largest that fits"
             )
         longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
         with pretend_cuda():
             rank_tokens = -(-tokens // self._config.actor.context_parallel_size)
-            return trace_step(self._meta_model, self.family, rank_tokens, longest=longest, chunk=chunk)
+            return trace_step(
+                self._meta_model, self.family, rank_tokens, longest=longest, chunk=chunk
+            )
 
     @cache  # noqa: B019
     def images(self, tokens: int) -> Trace:
         """Trace `trace_images` on CUDA for `tokens`."""
         with pretend_cuda():
-            return trace_images(self._meta_model, self.family, tokens, self._config.data.max_prompt_length)
+            return trace_images(
+                self._meta_model, self.family, tokens, self._config.data.max_prompt_length
+            )
 
 
 def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, str]:
@@ -109,17 +120,21 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
 
         return toy_config(toy_of(path)), "the toy's own"
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
         return config, "its config.json" if Path(path).is_dir() else "the hub's cache"
     except (OSError, ValueError) as error:
         # Thinking and Instruct models have the same shape.
         table_config = KNOWN.get(path.replace("-Thinking", "-Instruct"))
         if table_config is None:
             raise ConfigError(
-                f"rollout.model.model_path: no config.json at {path!r}, in the folder or the hub's cache; fetch it with "
-                f"'hf download {path} config.json', or name a folder"
+                f"rollout.model.model_path: no config.json at {path!r}, in the folder or the hub's "
+                f"cache; fetch it with 'hf download {path} config.json', or name a folder"
             ) from error
-    return AutoConfig.for_model(**copy.deepcopy(table_config)), "a table in rlinf_vl (not downloaded yet)"
+    return AutoConfig.for_model(
+        **copy.deepcopy(table_config)
+    ), "a table in rlinf_vl (not downloaded yet)"
 
 
 def meta_model(
@@ -161,21 +176,28 @@ class Weights:
             that are trained in one unit.
     """
 
-    def __init__(self, model: nn.Module, family: Family, merged: bool = True, quantized: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, family: Family, merged: bool = True, quantized: bool = False
+    ) -> None:
         """Count the parameters.
 
         Args:
             merged: engines get the weights that adapters change, not the adapters.
             quantized: weights that have adapters are stored in nf4.
         """
-        quantized_ids = {id(model.get_parameter(name)) for name in adapters(model)} if quantized else set()
+        quantized_ids = (
+            {id(model.get_parameter(name)) for name in adapters(model)} if quantized else set()
+        )
 
         def _numel(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters() if id(p) not in quantized_ids)
 
         self.parameters = [p for p in model.parameters() if id(p) not in quantized_ids]
         self.quantized = [p.numel() for p in model.parameters() if id(p) in quantized_ids]
-        text_modules, vision_modules = _children(model, family.text_blocks), _children(model, family.vision_blocks)
+        text_modules, vision_modules = (
+            _children(model, family.text_blocks),
+            _children(model, family.vision_blocks),
+        )
         text_blocks = [_numel(block) for block in text_modules]
         vision_blocks = [_numel(block) for block in vision_modules]
         unquantized = _numel(model)
@@ -185,7 +207,9 @@ class Weights:
         in_blocks = [_trained(block) for block in (*text_modules, *vision_modules)]
         self.unit_trained = max([*in_blocks, self.trained - sum(in_blocks)])
         weights = engine_weights(model, merged)
-        self.engine_elements = sum(p.numel() for _, p, adapter in weights if p.requires_grad or adapter)
+        self.engine_elements = sum(
+            p.numel() for _, p, adapter in weights if p.requires_grad or adapter
+        )
         trained = (name for name, p in model.named_parameters() if p.requires_grad)
         self.trains_vision = any(part_of(name, family) != "language_model" for name in trained)
         self.largest = max([*self.quantized, *(p.numel() for p in self.parameters)])

@@ -64,7 +64,11 @@ def recorded_versions(stamp: Path) -> dict[str, str]:
     if not stamp.is_file():
         return {}
     pairs = (line.partition("=") for line in stamp.read_text(encoding="utf-8").splitlines())
-    return {name.removeprefix(_PREFIX): version for name, _, version in pairs if name.startswith(_PREFIX)}
+    return {
+        name.removeprefix(_PREFIX): version
+        for name, _, version in pairs
+        if name.startswith(_PREFIX)
+    }
 
 
 def moved_packages(stamp: Path) -> list[Moved]:
@@ -74,10 +78,18 @@ def moved_packages(stamp: Path) -> list[Moved]:
     where it can't be imported.
     """
     recorded = recorded_versions(stamp)
-    packages = (Moved(name, version, installed_version(name) or "none") for name, version in recorded.items())
+    packages = (
+        Moved(name, version, installed_version(name) or "none")
+        for name, version in recorded.items()
+    )
     moved = [package for package in packages if package.recorded != package.installed]
     torch, torchvision = installed_version("torch"), installed_version("torchvision")
-    if torch and torchvision and "torchvision" not in recorded and not torchvision_fits(torch, torchvision):
+    if (
+        torch
+        and torchvision
+        and "torchvision" not in recorded
+        and not torchvision_fits(torch, torchvision)
+    ):
         moved.append(Moved("torchvision", "none", torchvision))
     return moved
 
@@ -88,7 +100,9 @@ def torchvision_fits(torch: str, torchvision: str) -> bool:
     torch 2.N goes with torchvision 0.(N+15), and both are of one CUDA or of none.
     """
     minor, build = _minor(torch), torch.partition("+")[2]
-    same_build = not re.fullmatch(r"cpu|cu\d+|rocm[\d.]+", build) or torchvision.partition("+")[2] == build
+    same_build = (
+        not re.fullmatch(r"cpu|cu\d+|rocm[\d.]+", build) or torchvision.partition("+")[2] == build
+    )
     return minor is None or (torchvision.startswith(f"0.{minor + 15}.") and same_build)
 
 

@@ -23,23 +23,32 @@ def render(memory_ledger: Ledger, largest: int = 0, advice: Sequence[str] = ()) 
     """
     config, hardware = memory_ledger.config, memory_ledger.hardware
     lines = [
-        f"{config.runner.experiment_name} on {hardware}; the model's shape is from {memory_ledger.shape_source}",
+        f"{config.runner.experiment_name} on {hardware}; the model's shape is from "
+        f"{memory_ledger.shape_source}",
         "",
     ]
     for gpu in memory_ledger.gpus:
         peak, phase = gpu.peak
-        peak_line = f"- {gpu.role}: at most {peak / GIB:.1f} of {hardware.usable / GIB:.1f} GiB, in {phase}"
+        peak_line = (
+            f"- {gpu.role}: at most {peak / GIB:.1f} of {hardware.usable / GIB:.1f} GiB, in {phase}"
+        )
         lines += [*_table(gpu), "", peak_line, ""]
     auto = " (auto)" if config.rollout.gpu_memory_utilization == "auto" else ""
     lines += [
-        f"- rollout.gpu_memory_utilization {memory_ledger.share:.2f}{auto}: a KV cache of {memory_ledger.kv_tokens} tokens,"
-        f" {memory_ledger.kv_tokens // config.runner.seq_length} responses of the longest at once, of"
-        f" rollout.max_running_requests {config.rollout.max_running_requests}",
-        f"- runner.max_tokens_per_mbs {config.runner.max_tokens_per_mbs}: {memory_ledger.trace.operations} operations, of which"
-        f" {sum(memory_ledger.trace.synchronising.values())} wait for the GPU, in a micro-batch's forward and backward",
+        f"- rollout.gpu_memory_utilization {memory_ledger.share:.2f}{auto}: a KV cache of "
+        f"{memory_ledger.kv_tokens} tokens, {memory_ledger.kv_tokens // config.runner.seq_length} "
+        "responses of the longest at once, of rollout.max_running_requests "
+        f"{config.rollout.max_running_requests}",
+        f"- runner.max_tokens_per_mbs {config.runner.max_tokens_per_mbs}: "
+        f"{memory_ledger.trace.operations} operations, of which "
+        f"{sum(memory_ledger.trace.synchronising.values())} wait for the GPU, in a micro-batch's "
+        "forward and backward",
     ]
     if largest:
-        lines.append(f"- the largest runner.max_tokens_per_mbs that fits, up to four times this one, is {largest}")
+        lines.append(
+            "- the largest runner.max_tokens_per_mbs that fits, up to four times this one, is "
+            f"{largest}"
+        )
     lines += [f"- does not fit: {problem}" for problem in memory_ledger.problems]
     lines += [f"- advice: {line}" for line in advice]
     return "\n".join(lines) + "\n"
@@ -72,7 +81,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Run `python -m rlinf_vl preflight CONFIG`; return 0 if it fits, 1 if it does not."""
     config = load_config(arguments.config, arguments.overrides)
     if config.cluster.device == "cpu":
-        raise ConfigError("cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda")
+        raise ConfigError(
+            "cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda"
+        )
     # The placement refuses 0 GPUs, with a better message.
     options = [
         ("gpus", arguments.gpus, 0),
@@ -82,13 +93,20 @@ def main(arguments: argparse.Namespace) -> int:
     for option, value, minimum in options:
         if not minimum <= value < 1e6:  # also false for nan
             raise ConfigError(
-                f"--{option} {value}: give a number from {minimum} on, as in --gpus 8 --gpu-memory 80 --nodes 2"
+                f"--{option} {value}: give a number from {minimum} on, as in --gpus 8 --gpu-memory "
+                "80 --nodes 2"
             )
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
     model = Model(config)
     memory_ledger = ledger(config, hardware, model)
     largest = 0 if memory_ledger.problems else largest_budget(memory_ledger, model)
-    sys.stdout.write(render(memory_ledger, largest, advise(memory_ledger, model) if memory_ledger.problems else ()))
+    sys.stdout.write(
+        render(
+            memory_ledger, largest, advise(memory_ledger, model) if memory_ledger.problems else ()
+        )
+    )
     placement_map = placement_of(config, (hardware.gpus,) * hardware.nodes).map()
-    sys.stdout.write("\nWho sits where:\n\n" + "".join(f"- {line}\n" for line in placement_map.splitlines()))
+    sys.stdout.write(
+        "\nWho sits where:\n\n" + "".join(f"- {line}\n" for line in placement_map.splitlines())
+    )
     return 1 if memory_ledger.problems else 0

@@ -29,7 +29,11 @@ def teacher(config: Config) -> Iterator[str]:
     yield from (problem.replace("rollout.model.model_path", key) for problem in problems)
     policy_ids, teacher_ids = _vocabulary(config.rollout.model.model_path), _vocabulary(path)
     if not problems and policy_ids and teacher_ids and policy_ids != teacher_ids:
-        token = next(token for token in (*policy_ids, *teacher_ids) if policy_ids.get(token) != teacher_ids.get(token))
+        token = next(
+            token
+            for token in (*policy_ids, *teacher_ids)
+            if policy_ids.get(token) != teacher_ids.get(token)
+        )
         yield (
             f"{key}: {path} has another tokenizer than {config.rollout.model.model_path}: "
             f"{token!r} is token {teacher_ids.get(token, '(none)')} there and "
@@ -45,5 +49,7 @@ def _vocabulary(path: str) -> dict[str, int]:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         if path not in TOYS:
             tokenizer = json.loads((Path(path) / "tokenizer.json").read_bytes())
-            return tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+            return tokenizer["model"]["vocab"] | {
+                token["content"]: token["id"] for token in tokenizer["added_tokens"]
+            }
     return {}

@@ -60,12 +60,18 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         self.operations += 1
         self.synchronising[str(operation)] += operation in _SYNCHRONISING
-        on_meta = any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
+        on_meta = any(
+            isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs))
+        )
         # Small tables are made on the CPU; on a GPU they would have been copied to it.
         if on_meta and operation is not _aten._to_copy.default:
-            args = tree_map_only(torch.Tensor, lambda x: x if x.is_meta or not x.ndim else x.to("meta"), args)
+            args = tree_map_only(
+                torch.Tensor, lambda x: x if x.is_meta or not x.ndim else x.to("meta"), args
+            )
         result = operation(*args, **kwargs)
-        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+        for storage in (
+            x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)
+        ):
             key = storage._cdata
             if key not in self._live and key not in self._ignored:
                 self._live[key] = storage.nbytes()
@@ -111,7 +117,9 @@ def pretend_cuda() -> Iterator[None]:
     with (
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
         mock.patch.object(attention, "kernel_for", lambda *_: Varlen),
-        mock.patch.object(torch.nn.functional, "rms_norm", lambda x, _, weight, eps: _FusedNorm.apply(x, weight)),
+        mock.patch.object(
+            torch.nn.functional, "rms_norm", lambda x, _, weight, eps: _FusedNorm.apply(x, weight)
+        ),
         mock.patch.object(torch, "autocast", _autocast),
         mock.patch.dict(CHUNK_BYTES, {"meta": CHUNK_BYTES["cuda"]}),
     ):
@@ -134,7 +142,9 @@ class Trace:
     peak: int
 
 
-def trace_step(model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None) -> Trace:
+def trace_step(
+    model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None
+) -> Trace:
     """Trace forward, head and backward of one micro-batch of `tokens`, in sequences of `longest`.
 
     An upper bound of a row of that length: each token but the first of a sequence is an image's, if
@@ -146,9 +156,17 @@ def trace_step(model: PreTrainedModel, family: Family, tokens: int, *, longest: 
         chunk: `actor.logprob_chunk_tokens`.
     """
     device = next(model.parameters()).device
-    images = np.setdiff1d(np.arange(tokens), np.arange(0, tokens, longest)) if family.vision_tower else np.arange(0)
+    images = (
+        np.setdiff1d(np.arange(tokens), np.arange(0, tokens, longest))
+        if family.vision_tower
+        else np.arange(0)
+    )
     policy = PolicyModel(model, family, np.zeros(8, bool), temperature=1.0, chunk=chunk).to(device)
-    hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in model.parameters() if p.requires_grad]
+    hooks = [
+        p.register_post_accumulate_grad_hook(_drop_gradient)
+        for p in model.parameters()
+        if p.requires_grad
+    ]
     live = LiveBytes([*model.parameters(), *policy.buffers()])
     with live:
         if not family.vision_tower:
@@ -195,16 +213,28 @@ def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -
     return family.encode_images(tower, patches, grids, weight.dtype)
 
 
-def _features(model: PreTrainedModel, family: Family, tokens: int, device: torch.device) -> VisionFeatures:
+def _features(
+    model: PreTrainedModel, family: Family, tokens: int, device: torch.device
+) -> VisionFeatures:
     """Return features as the cache gives them: views of one tensor for all layers."""
     weight = output_weight(model)
-    stack = torch.zeros(family.feature_layers(model.config), tokens, weight.shape[1], dtype=weight.dtype, device=device)
+    stack = torch.zeros(
+        family.feature_layers(model.config),
+        tokens,
+        weight.shape[1],
+        dtype=weight.dtype,
+        device=device,
+    )
     return VisionFeatures(stack[0], tuple(stack[1:]))
 
 
 def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
     """Make a packed row of `tokens`, with image tokens at the positions `images`."""
-    indices, starts, zeros = np.arange(tokens), np.arange(0, tokens, longest), np.zeros(tokens, np.int64)
+    indices, starts, zeros = (
+        np.arange(tokens),
+        np.arange(0, tokens, longest),
+        np.zeros(tokens, np.int64),
+    )
     return MicroBatch(
         ids=zeros,
         positions=np.tile(indices % longest, (4, 1)),

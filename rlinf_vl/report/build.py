@@ -76,7 +76,9 @@ def build_report(
     runs = [read_run(Path(folder)) for folder in run_dirs]
     if output is None:
         compared_names = "-".join(run.path.resolve().name for run in runs[1:])
-        output = runs[0].path / (f"report-vs-{compared_names}.html" if compared_names else "report.html")
+        output = runs[0].path / (
+            f"report-vs-{compared_names}.html" if compared_names else "report.html"
+        )
     for i, run in enumerate(runs):  # the page labels runs by name, so names must differ
         if any(earlier_run.name == run.name for earlier_run in runs[:i]):
             run.name = f"{run.name} ({i + 1})"
@@ -86,8 +88,20 @@ def build_report(
     for run in runs:
         table = read_trajectories(run.path, max_bytes // len(runs), run.notes)
         columns = encode_trajectories(table, run.path, sections, images, run.notes)
-        packed.append({"name": run.name, "metrics": _columns(run), "baselines": run.baselines, "trajectories": columns})
-    header = {"runs": packed, "images": images.images, "phases": PHASES, "charts": json.loads(_asset("charts.json"))}
+        packed.append(
+            {
+                "name": run.name,
+                "metrics": _columns(run),
+                "baselines": run.baselines,
+                "trajectories": columns,
+            }
+        )
+    header = {
+        "runs": packed,
+        "images": images.images,
+        "phases": PHASES,
+        "charts": json.loads(_asset("charts.json")),
+    }
     header["own_rewards"] = (*OWN_REWARD_METRICS, *FURTHER_REWARD_METRICS)
     page = _render(runs, [p["trajectories"]["count"] for p in packed], _pack(header, sections))
     with write_aside(output, durable=False) as aside:
@@ -104,7 +118,9 @@ def _columns(run: RunFolder) -> dict[str, list[list[float | None]]]:
         if row.get("val/accuracy") is not None:
             computed["val/accuracy_error"] = standard_error(row)
         if step_s := row.get("time/step"):
-            computed["time/other"] = max(0.0, step_s - sum(row.get(f"time/{phase}") or 0.0 for phase in PHASES))
+            computed["time/other"] = max(
+                0.0, step_s - sum(row.get(f"time/{phase}") or 0.0 for phase in PHASES)
+            )
         for name, value in {**row, **computed}.items():
             if name != "step":
                 steps, values = columns.setdefault(name, [[], []])
@@ -120,12 +136,17 @@ def _pack(header: dict[str, Any], sections: bytearray) -> str:
     # A browser's typed arrays start at multiples of their items' size. Without a time stamp, the
     # same data make the same file.
     text += b" " * (-len(text) % 4)
-    return base64.b64encode(gzip.compress(struct.pack("<I", len(text)) + text + bytes(sections), 5, mtime=0)).decode()
+    return base64.b64encode(
+        gzip.compress(struct.pack("<I", len(text)) + text + bytes(sections), 5, mtime=0)
+    ).decode()
 
 
 def _render(runs: list[RunFolder], counts: list[int], data: str) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     environment.filters["duration"] = lambda seconds: timedelta(seconds=round(seconds))
     style, script = "\n".join(map(_asset, STYLES)), "\n".join(map(_asset, SCRIPTS))
@@ -134,7 +155,9 @@ def _render(runs: list[RunFolder], counts: list[int], data: str) -> str:
     facts = _side_by_side([run.environment for run in runs])
     differences = {name: row for name, row in config.items() if len(set(row)) > 1}
     experiment_keys = [
-        name for name in differences if name not in NAMES_OF_A_RUN and not name.startswith("runner.code_files")
+        name
+        for name in differences
+        if name not in NAMES_OF_A_RUN and not name.startswith("runner.code_files")
     ]
     return environment.get_template("report.html.jinja").render(
         runs=runs,

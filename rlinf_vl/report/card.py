@@ -67,16 +67,25 @@ def write_card(
     notes: list[str] = []
     rows = [row for row in read_metrics(run_dir, notes) if (row["step"] or 0) <= step]
     config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    digests, environment = _json(run_dir / "datasets.json"), flatten(_json(run_dir / "environment.json"))
+    digests, environment = (
+        _json(run_dir / "datasets.json"),
+        flatten(_json(run_dir / "environment.json")),
+    )
     series = {}
     for line in _LINES:
-        series[line.metric] = [(r["step"] or 0, r[line.metric]) for r in rows if r.get(line.metric) is not None]
+        series[line.metric] = [
+            (r["step"] or 0, r[line.metric]) for r in rows if r.get(line.metric) is not None
+        ]
     if any(len(points) > 1 for points in series.values()):
         draw_curve(series, output / CURVE)  # pyright: ignore[reportArgumentType]  # no None is left
     last = {name: row[name] for row in rows for name in FIGURES if row.get(name) is not None}
     data, algorithm = config["data"], config["algorithm"]
-    entries = [(split, entry) for split in ("train", "val") for entry in data[f"{split}_data_paths"]]
-    digested_entries = [(split, entry, digests.get(split, {}).get(entry, {})) for split, entry in entries]
+    entries = [
+        (split, entry) for split in ("train", "val") for entry in data[f"{split}_data_paths"]
+    ]
+    digested_entries = [
+        (split, entry, digests.get(split, {}).get(entry, {})) for split, entry in entries
+    ]
     files = config["runner"].get("code_files") or {}
     # the card is published: it names the user's files without their texts
     config["runner"]["code_files"] = {path: "left out here" for path in files}
@@ -91,7 +100,9 @@ def write_card(
             base=base,
             began_with=_shortened(config["rollout"]["model"]["model_path"]),
             hub_model=base if on_hub else None,
-            hub_data=sorted({entry[5:].partition(":")[0] for _, entry in entries if entry.startswith("hf://")}),
+            hub_data=sorted(
+                {entry[5:].partition(":")[0] for _, entry in entries if entry.startswith("hf://")}
+            ),
             validation=", ".join(_shortened(entry) for split, entry in entries if split == "val"),
             accuracy={"value": last["val/accuracy"]} if "val/accuracy" in last else None,
             adapters=adapters,
@@ -104,7 +115,9 @@ def write_card(
             loss=algorithm["loss_type"],
             reward=_reward(config["reward"]),
             curve=CURVE if (output / CURVE).exists() else None,
-            figures=[(label, f"{last[name]:.4g}") for name, label in FIGURES.items() if name in last],
+            figures=[
+                (label, f"{last[name]:.4g}") for name, label in FIGURES.items() if name in last
+            ],
             data=[
                 (
                     split,
@@ -120,7 +133,9 @@ def write_card(
                 if name.startswith(("packages.", "git.commit", "python", "gpus", "cuda"))
                 and value not in ("null", "[]")
             ],
-            config=yaml.safe_dump(_without_secrets(config), sort_keys=False, allow_unicode=True, width=120),
+            config=yaml.safe_dump(
+                _without_secrets(config), sort_keys=False, allow_unicode=True, width=120
+            ),
         )
     )
     (output / "README.md").write_text(text, encoding="utf-8")
@@ -144,11 +159,27 @@ def draw_curve(series: dict[str, Points], path: Path) -> None:
     for y in y_ticks:
         draw.line([to_pixels(x_ticks[0], y), to_pixels(x_ticks[-1], y)], fill=_GRID, width=_SCALE)
         draw.text(
-            (to_pixels(x_ticks[0], y)[0] - 8 * _SCALE, to_pixels(0, y)[1]), f"{y:g}", fill=_INK, font=font, anchor="rm"
+            (to_pixels(x_ticks[0], y)[0] - 8 * _SCALE, to_pixels(0, y)[1]),
+            f"{y:g}",
+            fill=_INK,
+            font=font,
+            anchor="rm",
         )
     for x in x_ticks:
-        draw.text((to_pixels(x, 0)[0], (_SIZE[1] - _BOTTOM + 8) * _SCALE), f"{x:g}", fill=_INK, font=font, anchor="ma")
-    draw.text((_SIZE[0] * _SCALE / 2, (_SIZE[1] - 6) * _SCALE), "training step", fill=_INK, font=font, anchor="ms")
+        draw.text(
+            (to_pixels(x, 0)[0], (_SIZE[1] - _BOTTOM + 8) * _SCALE),
+            f"{x:g}",
+            fill=_INK,
+            font=font,
+            anchor="ma",
+        )
+    draw.text(
+        (_SIZE[0] * _SCALE / 2, (_SIZE[1] - 6) * _SCALE),
+        "training step",
+        fill=_INK,
+        font=font,
+        anchor="ms",
+    )
     legend = _LEFT * _SCALE
     for name, label, color in _LINES:
         pixels = [to_pixels(x, y) for x, y in series.get(name, ())]
@@ -156,7 +187,9 @@ def draw_curve(series: dict[str, Points], path: Path) -> None:
             continue
         draw.line(pixels, fill=color, width=2 * _SCALE, joint="curve")
         for x, y in pixels if len(pixels) <= 40 else ():  # more dots would hide the line
-            draw.ellipse([x - 3 * _SCALE, y - 3 * _SCALE, x + 3 * _SCALE, y + 3 * _SCALE], fill=color)
+            draw.ellipse(
+                [x - 3 * _SCALE, y - 3 * _SCALE, x + 3 * _SCALE, y + 3 * _SCALE], fill=color
+            )
         draw.text((legend, 20 * _SCALE), label, fill=color, font=font)
         legend += draw.textlength(label, font=font) + 24 * _SCALE
     image.resize(_SIZE, Image.Resampling.LANCZOS).save(path, "PNG", optimize=True)
@@ -178,7 +211,9 @@ def ticks(low: float, high: float, *, integers: bool = False) -> list[float]:
 
 def _environment() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(ASSETS)
-    return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -197,7 +232,10 @@ def _shortened(entry: str) -> str:
 
 def _reward(reward: dict[str, Any]) -> str:
     """Return the reward as a sum of its functions, or its type."""
-    parts = [(_shortened(part["function"]), part.get("weight", 1.0)) for part in reward.get("functions") or ()]
+    parts = [
+        (_shortened(part["function"]), part.get("weight", 1.0))
+        for part in reward.get("functions") or ()
+    ]
     formula = " + ".join(name if weight == 1 else f"{weight:g} · {name}" for name, weight in parts)
     return formula or _shortened(reward["reward_type"])
 
@@ -206,7 +244,9 @@ def _without_secrets(value: Any) -> Any:
     """Return a copy of the config whose secret values are replaced."""
     if isinstance(value, dict):
         return {
-            key: "left out here" if SECRET.search(str(key)) and isinstance(item, str) else _without_secrets(item)
+            key: "left out here"
+            if SECRET.search(str(key)) and isinstance(item, str)
+            else _without_secrets(item)
             for key, item in value.items()
         }
     return [_without_secrets(item) for item in value] if isinstance(value, list) else value

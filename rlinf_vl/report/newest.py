@@ -23,7 +23,18 @@ from rich.text import Text
 
 from rlinf_vl.report.trajectories import IMAGE_FORMATS, read_image
 
-COLUMNS = ("step", "split", "problem_id", "turns", "messages", "images", "tokens", "reward", "correct", "error")
+COLUMNS = (
+    "step",
+    "split",
+    "problem_id",
+    "turns",
+    "messages",
+    "images",
+    "tokens",
+    "reward",
+    "correct",
+    "error",
+)
 #: Height of a picture; a line has two rows of its pixels.
 PICTURE_LINES = 8
 #: Control tokens, such as <|im_end|>, which mean nothing to a reader.
@@ -48,7 +59,10 @@ class Turn:
         boxed = _BOXED.findall(self.answer)
         if boxed:
             return boxed[-1]
-        return ", ".join(str(call.get("name") or "malformed call") for call in self.calls) or self.answer
+        return (
+            ", ".join(str(call.get("name") or "malformed call") for call in self.calls)
+            or self.answer
+        )
 
 
 @dataclass(frozen=True)
@@ -63,23 +77,39 @@ class Newest:
     def draw(self, run: Path, width: int, height: int) -> list[Text]:
         """Return at most `height` lines: success by turns, the filmstrip if there is room for it,
         then the turns."""
-        shares = (f"{n}: {right / total:.0%} of {total}" for n, (right, total) in sorted(self.successes.items()))
+        shares = (
+            f"{n}: {right / total:.0%} of {total}"
+            for n, (right, total) in sorted(self.successes.items())
+        )
         lines = [Text.assemble(" success by number of turns  ", (" · ".join(shares), "bold"))]
         if height > PICTURE_LINES + 4:
             lines += _filmstrip(run, self.turns, width)
         for number, turn in enumerate(self.turns, 1):
-            reward = (f"  reward {turn.reward:.3g}", "green" if turn.reward > 0 else "red") if turn.reward else ""
+            reward = (
+                (f"  reward {turn.reward:.3g}", "green" if turn.reward > 0 else "red")
+                if turn.reward
+                else ""
+            )
             lines.append(
                 Text.assemble(
-                    (f" {number:>2} ", "bold"), (f"{turn.observation}  ", "dim"), ("→ ", "cyan"), turn.answer, reward
+                    (f" {number:>2} ", "bold"),
+                    (f"{turn.observation}  ", "dim"),
+                    ("→ ", "cyan"),
+                    turn.answer,
+                    reward,
                 )
             )
             for call in turn.calls:
                 call_text = f"{call.get('name') or 'malformed'} {json.dumps(call.get('arguments'))}"
                 failed = (f"  {call['error']}", "red") if call.get("error") else ""
-                lines.append(Text.assemble("      ", ("call ", "dim"), (call_text, "magenta"), failed))
+                lines.append(
+                    Text.assemble("      ", ("call ", "dim"), (call_text, "magenta"), failed)
+                )
         if len(lines) > height:
-            lines = [*lines[: max(0, height - 1)], Text(f"    … {len(lines) - height + 1} lines more", "dim")]
+            lines = [
+                *lines[: max(0, height - 1)],
+                Text(f"    … {len(lines) - height + 1} lines more", "dim"),
+            ]
         # A model's text must not steer the terminal.
         for line in lines:
             line.plain = "".join(c if c.isprintable() else " " for c in line.plain)
@@ -90,7 +120,9 @@ def read_newest(file: Path) -> Newest | None:
     """Return the last trajectory of several turns in a step's file; None without one."""
     try:
         with pq.ParquetFile(file) as parquet:
-            rows = parquet.read([name for name in COLUMNS if name in parquet.schema_arrow.names]).to_pylist()
+            rows = parquet.read(
+                [name for name in COLUMNS if name in parquet.schema_arrow.names]
+            ).to_pylist()
     except (pa.ArrowException, OSError, ValueError):
         return None
     readable_rows, successes = [], {}
@@ -102,13 +134,15 @@ def read_newest(file: Path) -> Newest | None:
         if turns and row["split"] == readable_rows[-1][0]["split"] and not row["error"]:
             right, total = successes.get(len(turns), (0, 0))
             successes[len(turns)] = right + bool(row["correct"]), total + 1
-    row, turns = next(((row, turns) for row, turns in reversed(readable_rows) if len(turns) > 1), (None, ()))
+    row, turns = next(
+        ((row, turns) for row, turns in reversed(readable_rows) if len(turns) > 1), (None, ())
+    )
     if row is None:
         return None
-    place = (
-        f"{'validation' if row['split'] == 'val' else 'training'} at step {row['step']}, problem {row['problem_id']}"
+    place = f"{'validation' if row['split'] == 'val' else 'training'} at step {row['step']}, problem {row['problem_id']}"
+    verdict = (
+        row["error"] or f"{'right' if row['correct'] else 'wrong'}, reward {row['reward']:.3g}"
     )
-    verdict = row["error"] or f"{'right' if row['correct'] else 'wrong'}, reward {row['reward']:.3g}"
     return Newest(f"{place}: {verdict}", turns, successes)
 
 
@@ -120,13 +154,19 @@ def _turns(row: dict[str, Any]) -> tuple[Turn, ...]:
     for message in chain.from_iterable(json.loads(row["messages"])):
         if "turn" not in message:
             # the template's beginning of an answer, and an answer of the prompt, are no observation
-            observation = [*observation, *message["content"]] if message["role"] not in ("assistant", "model") else []
+            observation = (
+                [*observation, *message["content"]]
+                if message["role"] not in ("assistant", "model")
+                else []
+            )
             continue
         facts = layout[message["turn"]]
         answer = _CONTROL.sub("", "".join(row["tokens"][facts["start"] : facts["end"]])).strip()
         images = tuple(row["images"][part] for part in observation if isinstance(part, int))
         text = " ".join("▣" if isinstance(part, int) else part.strip() for part in observation)
-        turns.append(Turn(text, images, answer, facts["reward"], tuple(facts.get("tool_calls", ()))))
+        turns.append(
+            Turn(text, images, answer, facts["reward"], tuple(facts.get("tool_calls", ())))
+        )
         observation = []
     return tuple(turns)
 

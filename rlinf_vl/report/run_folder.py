@@ -52,7 +52,10 @@ class RunFolder:
     def validations(self) -> list[dict[str, Any]]:
         """Return {"step", "value", "error"} of every validation; see `standard_error`."""
         rows = [row for row in self.metrics if row.get("val/accuracy") is not None]
-        return [{"step": r["step"], "value": r["val/accuracy"], "error": standard_error(r)} for r in rows]
+        return [
+            {"step": r["step"], "value": r["val/accuracy"], "error": standard_error(r)}
+            for r in rows
+        ]
 
     @property
     def best_validation(self) -> dict[str, Any] | None:
@@ -65,8 +68,12 @@ class RunFolder:
         failures = int(self.total("rollout/errors") + self.total("val/errors"))
         if self.state in ("failed", "gone", "stopped"):
             reason = f": {self.reason.splitlines()[0]}" if self.reason else ""
-            ending = {"failed": "failed", "stopped": "was stopped", "gone": "ended without a word"}[self.state]
-            return f"The run {ending} at step {self.step}{reason}. No event was recorded before that."
+            ending = {"failed": "failed", "stopped": "was stopped", "gone": "ended without a word"}[
+                self.state
+            ]
+            return (
+                f"The run {ending} at step {self.step}{reason}. No event was recorded before that."
+            )
         if failures:
             return f"No event was recorded, but {failures:,} answers failed: see their errors among the trajectories."
         if not self.step:
@@ -97,7 +104,10 @@ class RunFolder:
 def check_is_run(path: Path) -> None:
     """Raise ValueError for a folder that isn't there, or isn't a run's."""
     if not any((path / name).exists() for name in RUN_FILES):
-        raise ValueError(f"{path} is not a run's folder: it has no {', '.join(RUN_FILES[:-1])} or {RUN_FILES[-1]}")
+        raise ValueError(
+            f"{path} is not a run's folder: it has no {', '.join(RUN_FILES[:-1])} or "
+            f"{RUN_FILES[-1]}"
+        )
 
 
 def read_run(path: Path) -> RunFolder:
@@ -124,7 +134,9 @@ def read_run(path: Path) -> RunFolder:
         environment=flatten(_mapping(path / "environment.json", json.loads, notes)),
         events=_newest(path / "events.jsonl", notes),
         bad_rows=_newest(path / "bad_rows.jsonl", notes),
-        baselines={name.replace("_", " "): value for name, value in baselines.items() if is_number(value)},
+        baselines={
+            name.replace("_", " "): value for name, value in baselines.items() if is_number(value)
+        },
         spans=_span_totals(path),
         evaluation=_evaluation(path / "eval.json", notes),
         notes=notes,
@@ -136,7 +148,9 @@ def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float | None]]:
     rows = [row for row in _lines(path / "metrics.jsonl", notes) if type(row.get("step")) is int]
     by_step = {}  # of a step that is there twice, the later line counts
     for row in rows:
-        by_step[row["step"]] = {name: value if is_number(value) else None for name, value in row.items()}
+        by_step[row["step"]] = {
+            name: value if is_number(value) else None for name, value in row.items()
+        }
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -145,7 +159,10 @@ def _span_totals(path: Path) -> dict[tuple[str, str], tuple[int, float]]:
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for row in read_spans(path):
         count, seconds = totals.get((row["process"], row["name"]), (0, 0.0))
-        totals[row["process"], row["name"]] = count + row["count"], seconds + row["end"] - row["start"]
+        totals[row["process"], row["name"]] = (
+            count + row["count"],
+            seconds + row["end"] - row["start"],
+        )
     return dict(sorted(totals.items(), key=lambda item: (item[0][0], -item[1][1])))
 
 
@@ -164,9 +181,13 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
     {"a": {"b": None}, "c": [1]} gives {"a.b": "null", "c": "[1]"}.
     """
     if isinstance(tree, Mapping) and (tree or not prefix):
-        parts = [flatten(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
+        parts = [
+            flatten(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()
+        ]
         return {name: value for part in parts for name, value in part.items()}
-    return {prefix: tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False, default=str)}
+    return {
+        prefix: tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False, default=str)
+    }
 
 
 def is_number(value: Any) -> bool:
@@ -174,7 +195,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _read(path: Path, read: Callable[[Path], Any], default: Any, notes: list[str], expected: bool = True) -> Any:
+def _read(
+    path: Path, read: Callable[[Path], Any], default: Any, notes: list[str], expected: bool = True
+) -> Any:
     """Return the result of `read` for a file; the default, and a note, if it fails or (if
     `expected`) the file is missing."""
     try:
@@ -204,7 +227,9 @@ def _lines(path: Path, notes: list[str], expected: bool = True) -> list[dict[str
     return rows
 
 
-def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str], expected: bool = True) -> dict[str, Any]:
+def _mapping(
+    path: Path, parse: Callable[[str], Any], notes: list[str], expected: bool = True
+) -> dict[str, Any]:
     """Return a file's content, which must be a mapping; empty, with a note, if it can't be read."""
 
     def read(path: Path) -> dict[str, Any]:
@@ -220,7 +245,10 @@ def _newest(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the last lines of a log, newest first, their times as text."""
     rows = _lines(path, notes, expected=False)  # without the file nothing happened
     if len(rows) > MAX_TABLE_ROWS:
-        notes.append(f"{path.name}: the oldest {len(rows) - MAX_TABLE_ROWS:,} of {len(rows):,} lines are left out.")
+        notes.append(
+            f"{path.name}: the oldest {len(rows) - MAX_TABLE_ROWS:,} of {len(rows):,} lines are "
+            "left out."
+        )
     rows = rows[-MAX_TABLE_ROWS:][::-1]
     for row in rows:
         # a broken time may be too large for datetime

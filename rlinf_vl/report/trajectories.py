@@ -100,7 +100,9 @@ class ImageStore:
         if digest not in self._index_of_digest:
             try:
                 used = self._bytes / self._max_bytes
-                limit = next((limit for limit in _SIZE_LIMITS if used <= limit.used_share), _SIZE_LIMITS[-1])
+                limit = next(
+                    (limit for limit in _SIZE_LIMITS if used <= limit.used_share), _SIZE_LIMITS[-1]
+                )
                 encoded, kind, size = _shrink(data, limit.bytes, limit.side)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
                 raise ValueError("not an image that can be shown") from error
@@ -121,8 +123,12 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
     bytes, then of training.
     """
     groups = []
-    for file in sorted(run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)):
-        groups += _groups_of(file, _read(file, notes, ("split", "group_id", "response_mask", "response_ids")))
+    for file in sorted(
+        run.glob("trajectories/step_*.parquet"), key=lambda f: (len(f.name), f.name)
+    ):
+        groups += _groups_of(
+            file, _read(file, notes, ("split", "group_id", "response_mask", "response_ids"))
+        )
     if not groups:
         notes.append("No trajectories are stored.")
     rows_of: dict[Path, list[int]] = {}
@@ -134,7 +140,10 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
         kept_rows = sum(len(g.rows) for g in chosen)
         total = sum(len(g.rows) for g in candidates)
         if kept_rows < total:
-            notes.append(f"{total - kept_rows:,} of {total:,} {split} trajectories left out, evenly over the steps.")
+            notes.append(
+                f"{total - kept_rows:,} of {total:,} {split} trajectories left out, evenly over "
+                "the steps."
+            )
         for group in chosen:
             rows_of.setdefault(group.file, []).extend(group.rows)
     tables = [SCHEMA.empty_table()]
@@ -145,7 +154,9 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="default")
 
 
-def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images: ImageStore, notes: list[str]) -> dict:
+def encode_trajectories(
+    table: pa.Table, run: Path, sections: bytearray, images: ImageStore, notes: list[str]
+) -> dict:
     """Append the columns of trajectories to `sections`.
 
     Returns:
@@ -155,25 +166,38 @@ def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images:
     columns: dict[str, Any] = {"count": len(table), "token_columns": []}
     lengths = _lengths(table["tokens"].combine_chunks())
     kept_tokens = _kept_tokens(table, lengths)
-    columns["offsets"] = add_section(sections, _starts(kept_tokens)[_starts(lengths)].astype(np.int32))
+    columns["offsets"] = add_section(
+        sections, _starts(kept_tokens)[_starts(lengths)].astype(np.int32)
+    )
     table = _shift_turns(table, lengths, kept_tokens)
     for name in table.column_names:
         if name == "images":
             continue
         column = table[name].combine_chunks()
         if column.type == pa.string() or name == "tokens":
-            texts = (column.flatten().filter(pa.array(kept_tokens)) if name == "tokens" else column).dictionary_encode()
+            texts = (
+                column.flatten().filter(pa.array(kept_tokens)) if name == "tokens" else column
+            ).dictionary_encode()
             index = texts.indices.fill_null(-1).to_numpy().astype(np.int32)
-            columns[name] = {"table": texts.dictionary.to_pylist(), "index": add_section(sections, index)}
+            columns[name] = {
+                "table": texts.dictionary.to_pylist(),
+                "index": add_section(sections, index),
+            }
         elif not pa.types.is_list(column.type):
             fill = 0 if pa.types.is_integer(column.type) else np.nan
-            columns[name] = add_section(sections, column.cast(pa.float32()).fill_null(fill).to_numpy())
+            columns[name] = add_section(
+                sections, column.cast(pa.float32()).fill_null(fill).to_numpy()
+            )
         elif name in SCHEMA.names:
             columns[name] = add_section(sections, _align(column, lengths)[kept_tokens])
         else:
-            columns["token_columns"].append((name, add_section(sections, _align(column, lengths)[kept_tokens])))
+            columns["token_columns"].append(
+                (name, add_section(sections, _align(column, lengths)[kept_tokens]))
+            )
     image_lists = table["images"].combine_chunks()
-    columns["image_offsets"] = add_section(sections, _starts(_lengths(image_lists)).astype(np.int32))
+    columns["image_offsets"] = add_section(
+        sections, _starts(_lengths(image_lists)).astype(np.int32)
+    )
     paths = image_lists.flatten().dictionary_encode()
     names = paths.dictionary.to_pylist()
     name_indices = paths.indices.fill_null(-1).to_numpy()
@@ -187,18 +211,25 @@ def encode_trajectories(table: pa.Table, run: Path, sections: bytearray, images:
             image_indices[k] = images.add(run, names[k])
         except (ValueError, OSError) as error:
             reasons[getattr(error, "strerror", None) or str(error)] += 1
-    notes += [f"{count} image{'s' if count > 1 else ''} left out: {reason}." for reason, count in reasons.items()]
+    notes += [
+        f"{count} image{'s' if count > 1 else ''} left out: {reason}."
+        for reason, count in reasons.items()
+    ]
     return columns | {"images": add_section(sections, image_indices[name_indices])}
 
 
 def _groups_of(file: Path, index: pa.Table) -> list[_Group]:
     rows_of: dict[tuple[str, str], list[int]] = {}
-    for row, key in enumerate(zip(index["split"].to_pylist(), index["group_id"].to_pylist(), strict=True)):
+    for row, key in enumerate(
+        zip(index["split"].to_pylist(), index["group_id"].to_pylist(), strict=True)
+    ):
         rows_of.setdefault(key, []).append(row)
     lengths = _lengths(index["response_mask"].combine_chunks())
     ends = _starts(_kept_tokens(index, lengths))[_starts(lengths)]
     sizes = BYTES_PER_TRAJECTORY + BYTES_PER_TOKEN * np.diff(ends)
-    return [_Group(file, split, rows, int(sizes[rows].sum())) for (split, _), rows in rows_of.items()]
+    return [
+        _Group(file, split, rows, int(sizes[rows].sum())) for (split, _), rows in rows_of.items()
+    ]
 
 
 def _kept_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
@@ -209,7 +240,9 @@ def _kept_tokens(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     """
     ids = _align(table["response_ids"].combine_chunks(), lengths)
     mask = _align(table["response_mask"].combine_chunks(), lengths)
-    repeats = (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & ~mask[1:].astype(bool) & ~mask[:-1].astype(bool)
+    repeats = (
+        (ids[1:] == ids[:-1]) & (ids[1:] >= 0) & ~mask[1:].astype(bool) & ~mask[:-1].astype(bool)
+    )
     kept_tokens = np.concatenate([np.ones(min(1, len(ids)), bool), ~repeats])
     starts = _starts(lengths)
     # The token before a trajectory's first one is another trajectory's. Empty ones at the end start
@@ -234,12 +267,16 @@ def _shift_turns(table: pa.Table, lengths: np.ndarray, kept_tokens: np.ndarray) 
                 layouts[row] = json.dumps(layout)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue  # the page shows such a trajectory as one text
-    return table.set_column(table.column_names.index("turns"), "turns", pa.array(layouts, pa.string()))
+    return table.set_column(
+        table.column_names.index("turns"), "turns", pa.array(layouts, pa.string())
+    )
 
 
 def _shifted(turn: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:
     """Return a turn with its positions replaced by `positions` at them."""
-    return turn | {key: int(positions[turn[key]]) for key in ("start", "end", "thought") if key in turn}
+    return turn | {
+        key: int(positions[turn[key]]) for key in ("start", "end", "thought") if key in turn
+    }
 
 
 def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:
@@ -247,7 +284,10 @@ def _choose(groups: Sequence[_Group], max_bytes: int) -> list[_Group]:
     total = sum(g.bytes for g in groups)
     if total <= max_bytes:
         return list(groups)
-    chosen = [groups[int(i)] for i in np.linspace(0, len(groups) - 1, len(groups) * max_bytes // total).round()]
+    chosen = [
+        groups[int(i)]
+        for i in np.linspace(0, len(groups) - 1, len(groups) * max_bytes // total).round()
+    ]
     # Groups differ in size. Dropping from the middle leaves the first and the last steps.
     while sum(g.bytes for g in chosen) > max_bytes:
         chosen.pop(len(chosen) // 2)
@@ -265,12 +305,21 @@ def _read(file: Path, notes: list[str], names: Sequence[str] = ()) -> pa.Table:
         with pq.ParquetFile(file) as parquet:
             column_types = {field.name: field.type for field in parquet.schema_arrow}
             token_columns = [
-                name for name, kind in column_types.items() if name not in SCHEMA.names and _is_numbers(kind)
+                name
+                for name, kind in column_types.items()
+                if name not in SCHEMA.names and _is_numbers(kind)
             ]
-            fields += [pa.field(name, pa.list_(pa.float32())) for name in (() if names else token_columns)]
-            table = parquet.read(columns=[field.name for field in fields if field.name in column_types])
+            fields += [
+                pa.field(name, pa.list_(pa.float32())) for name in (() if names else token_columns)
+            ]
+            table = parquet.read(
+                columns=[field.name for field in fields if field.name in column_types]
+            )
             count = parquet.metadata.num_rows
-        columns = [table[f.name].cast(f.type) if f.name in column_types else pa.nulls(count, f.type) for f in fields]
+        columns = [
+            table[f.name].cast(f.type) if f.name in column_types else pa.nulls(count, f.type)
+            for f in fields
+        ]
         table = pa.table(columns, schema=pa.schema(fields))
         table.validate(full=True)
         return table
@@ -281,7 +330,9 @@ def _read(file: Path, notes: list[str], names: Sequence[str] = ()) -> pa.Table:
 
 def _is_numbers(kind: pa.DataType) -> bool:
     return (
-        pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type) and not pa.types.is_temporal(kind.value_type)
+        pa.types.is_list(kind)
+        and pa.types.is_primitive(kind.value_type)
+        and not pa.types.is_temporal(kind.value_type)
     )
 
 

@@ -53,7 +53,13 @@ QUIET_S = 60.0
 _LEVELS = " ▁▂▃▄▅▆▇█"
 #: Glyph and color of a phase in the bar, the longest phase first.
 _PHASE_LOOKS = [("█", "cyan"), ("▓", "magenta"), ("▒", "blue"), ("░", "green"), ("▪", "yellow")]
-_STATE_COLORS = {"running": "green", "starting": "cyan", "done": "green", "failed": "red", "gone": "red"}
+_STATE_COLORS = {
+    "running": "green",
+    "starting": "cyan",
+    "done": "green",
+    "failed": "red",
+    "gone": "red",
+}
 _WORKER_LOOKS = {
     "alive": ("●", "green"),
     "restarting": ("○", "yellow"),
@@ -87,7 +93,9 @@ class Curve:
         bars = np.array([self._values[a : max(a + 1, b)].mean() for a, b in pairwise(edges)])
         low, high = np.fmin.reduce(bars), np.fmax.reduce(bars)
         # in eighths of a cell; the lowest bar has one, so that it differs from no value
-        filled = np.nan_to_num(1 + np.round((bars - low) * (8 * height - 1) / (high - low or 1.0))).astype(int)
+        filled = np.nan_to_num(
+            1 + np.round((bars - low) * (8 * height - 1) / (high - low or 1.0))
+        ).astype(int)
         lines = []
         for row in reversed(range(height)):
             levels = np.clip(filled - 8 * row, 0, 8)  # eighths of this row's cells
@@ -119,14 +127,20 @@ class RunPage:
             # of a run with one turn, the curve of turns is a line at 1
             if not any((row.get("rollout/turns_max") or 1) > 1 for row in rows):
                 logged.discard("rollout/turns_mean")
-            measured = [name for name in sorted(logged) if name.removeprefix("val/").startswith("env/")][:MAX_MEASURED]
+            measured = [
+                name for name in sorted(logged) if name.removeprefix("val/").startswith("env/")
+            ][:MAX_MEASURED]
             curves = CURVES | {_clean(name)[:16]: name for name in measured}
-            self._curves = {label: Curve(rows, metric) for label, metric in curves.items() if metric in logged}
+            self._curves = {
+                label: Curve(rows, metric) for label, metric in curves.items() if metric in logged
+            }
             self._times = [_phase_times(row) for row in rows[-WINDOW:]]
         if self._changed("events.jsonl"):
             with suppress(OSError):
                 rows, _ = read_lines(self._run_dir / "events.jsonl")
-                self._events = [row for row in rows if row.keys() >= {"time", "step", "kind", "message"}]
+                self._events = [
+                    row for row in rows if row.keys() >= {"time", "step", "kind", "message"}
+                ]
         files = (self._run_dir / "trajectories").glob("step_*.parquet")
         newest = max(files, key=lambda file: (len(file.name), file.name), default=None)
         if newest is not None and self._changed(str(newest.relative_to(self._run_dir))):
@@ -176,7 +190,9 @@ class RunPage:
         step, total = status.get("step", 0), status.get("total_steps", 0)
         # status.json is written with a delay, metrics.jsonl at once
         step = max(step, self._metrics[-1]["step"]) if self._metrics else step
-        line = Text.assemble((f" {self._name}", "bold"), f"  step {step}/{total}  " if total else f"  step {step}  ")
+        line = Text.assemble(
+            (f" {self._name}", "bold"), f"  step {step}/{total}  " if total else f"  step {step}  "
+        )
         room = min(60, width - line.cell_len - badge.cell_len - 6)
         if total and room >= 8:
             _bar(line, step / total, room).append(f" {step / total:.0%}")
@@ -185,7 +201,11 @@ class RunPage:
         if status and self.ended:
             parts = [f"{_duration(status['time'] - status['started'])} in all", *parts]
         elif status:
-            parts = [f"{_duration(seconds * (total - step))} left", *parts] if seconds and total else parts
+            parts = (
+                [f"{_duration(seconds * (total - step))} left", *parts]
+                if seconds and total
+                else parts
+            )
             parts = [f"{_duration(time_s - status['started'])} so far", *parts]
         parts += [f"process {status['pid']} on {status['host']}"] if status else []
         lines = [Text.assemble(line, " ", badge), Text(f" {' · '.join(parts)}", "dim")]
@@ -201,33 +221,52 @@ class RunPage:
         curve_height = max(1, min(8, (height - 1) // max(1, len(self._curves))))
         title = f"steps {rows[0]['step']} to {rows[-1]['step']}" if rows else "no step is done yet"
         title = f"curves, {title} "
-        lines = [_rule(f"{title:─<{spark + 15}}{' last ':─>10}{' lowest ':─>10}{' highest ':─>10}", width)]
+        lines = [
+            _rule(
+                f"{title:─<{spark + 15}}{' last ':─>10}{' lowest ':─>10}{' highest ':─>10}", width
+            )
+        ]
         for label, curve in self._curves.items():
             bars = curve.draw(spark, max(1, curve_height - 1))
             line = Text(f" {label:<17}").append(bars[0], "cyan")
-            line.append(f"{_short(curve.last):>10}", "bold red" if math.isnan(curve.last) else "bold")
+            line.append(
+                f"{_short(curve.last):>10}", "bold red" if math.isnan(curve.last) else "bold"
+            )
             line.append(f"{_short(curve.low):>10}{_short(curve.high):>10}", "dim")
             lines.append(line)
-            lines += [Text(" " * 18 + row, "cyan") for row in bars[1:]] + [Text()] * (curve_height > 1)
+            lines += [Text(" " * 18 + row, "cyan") for row in bars[1:]] + [Text()] * (
+                curve_height > 1
+            )
         return lines
 
     def _phase_lines(self, width: int, time_s: float) -> list[Text]:
         """Return lines on the present phase, and a bar of the phases of the last steps."""
-        lines = [_rule(f"phases now and in the last {len(self._times)} steps" if self._times else "phases", width)]
+        lines = [
+            _rule(
+                f"phases now and in the last {len(self._times)} steps" if self._times else "phases",
+                width,
+            )
+        ]
         phase, progress = self._status.get("phase"), self._status.get("progress")
         if phase and not self.ended:
             usual = self._usual_seconds(phase)
-            line = Text.assemble(" now  ", (phase, "bold"), f"  {_duration(time_s - self._status['phase_since'])}")
+            line = Text.assemble(
+                " now  ", (phase, "bold"), f"  {_duration(time_s - self._status['phase_since'])}"
+            )
             line.append(f" (usually {usual:.3g} s)" if usual else "", "dim")
             lines.append(line)
             if progress and (total := progress["total"]):
-                _bar(lines[-1].append("  "), progress["done"] / total, 20).append(f" {progress['done']:,} of {total:,}")
+                _bar(lines[-1].append("  "), progress["done"] / total, 20).append(
+                    f" {progress['done']:,} of {total:,}"
+                )
         sums: Any = sum(map(Counter, self._times), Counter[str]())  # of floats
         # phases of a step may overlap and add up to more than it
         total_s = max(sums.pop("step", 0.0), sums.total())
         if not total_s:
             return lines
-        shares = {name: seconds / total_s for name, seconds in sums.most_common(len(_PHASE_LOOKS) - 1)}
+        shares = {
+            name: seconds / total_s for name, seconds in sums.most_common(len(_PHASE_LOOKS) - 1)
+        }
         shares["other"] = 1 - sum(shares.values())
         edges = [round(x * min(120, width - 7)) for x in accumulate(shares.values(), initial=0.0)]
         bar, legend = Text(" last "), Text(" ")
@@ -242,32 +281,46 @@ class RunPage:
         """Return a line on each kind of worker, and on each worker as far as there is room, the
         troubled first."""
         workers = self._status.get("workers", [])
-        if self.ended:  # their states are those of the last moment in which the run could write them
+        if (
+            self.ended
+        ):  # their states are those of the last moment in which the run could write them
             workers = [w | {"state": "ended"} if w["state"] != "dead" else w for w in workers]
         none = "workers: none" if self.ended else "workers: none yet"
         lines = [_rule("workers" if workers else none, width)]
         for kind in dict.fromkeys(w["name"].split()[0] for w in workers):
             members = [w for w in workers if w["name"].split()[0] == kind]
-            states, restarts = Counter(w["state"] for w in members), sum(w["restarts"] for w in members)
+            states, restarts = (
+                Counter(w["state"] for w in members),
+                sum(w["restarts"] for w in members),
+            )
             line = Text(f" {kind:<9} ")
             for worker in members[: max(8, width - 50)]:
                 line.append(*_WORKER_LOOKS[worker["state"]])
             line.append("  " + ", ".join(f"{n} {state}" for state, n in states.most_common()))
             lines.append(line)
             lines[-1].append(f", restarts: {restarts}" if restarts else "", "yellow")
-        troubled_first = sorted(workers, key=lambda w: (w["state"] in ("alive", "ended"), -w["restarts"]))
+        troubled_first = sorted(
+            workers, key=lambda w: (w["state"] in ("alive", "ended"), -w["restarts"])
+        )
         for w in troubled_first[: max(0, height - len(lines))]:
             about = f" {w['state']}, process {w['pid']} on {w['node']}, restarts: {w['restarts']}"
-            lines.append(Text.assemble("   ", _WORKER_LOOKS[w["state"]], f" {w['name']:<12}", (about, "dim")))
+            lines.append(
+                Text.assemble("   ", _WORKER_LOOKS[w["state"]], f" {w['name']:<12}", (about, "dim"))
+            )
         return lines
 
     def _newest_events(self, width: int, height: int) -> list[Text]:
         """Return a line on each event, the newest first."""
         lines = [_rule("events, the newest first" if self._events else "events: none", width)]
         for event in self._events[::-1][: max(0, height - 1)]:
-            clock, kind = time.strftime(" %H:%M:%S", time.localtime(event["time"])), event["kind"].replace("_", " ")
+            clock, kind = (
+                time.strftime(" %H:%M:%S", time.localtime(event["time"])),
+                event["kind"].replace("_", " "),
+            )
             step, message = event["step"], _clean(event["message"])
-            lines.append(Text.assemble((clock, "dim"), f" step {step} ", (kind, "yellow"), f": {message}"))
+            lines.append(
+                Text.assemble((clock, "dim"), f" step {step} ", (kind, "yellow"), f": {message}")
+            )
         return lines
 
     def _conversation(self, width: int, height: int) -> list[Text]:
@@ -289,14 +342,19 @@ class RunPage:
             side += self._newest_events(right, body - len(side))
             conversation = self._conversation(left, body // 2)
             curves = self._curve_lines(left, body - len(conversation))
-            left_half = _fit(_fit(curves, left, body - len(conversation)) + conversation, left, body)
+            left_half = _fit(
+                _fit(curves, left, body - len(conversation)) + conversation, left, body
+            )
             right_half = _fit(side, right, body)
             rows = [Text.assemble(a, "   ", b) for a, b in zip(left_half, right_half, strict=True)]
             return _fit(head + rows, width, height)
         below = self._phase_lines(width, time_s) + self._worker_lines(width, 0)
         below += self._conversation(width, body // 2) if height >= TALL else []
         # curves get the lines that are left; events at least two, as many as there are up to six
-        lines = self._curve_lines(width, body - len(below) - min(6, max(2, 1 + len(self._events)))) + below
+        lines = (
+            self._curve_lines(width, body - len(below) - min(6, max(2, 1 + len(self._events))))
+            + below
+        )
         lines += self._newest_events(width, max(2, body - len(lines)))
         return _fit(head + lines, width, min(height, len(head) + len(lines)))
 
@@ -329,7 +387,11 @@ def watch(run_dir: Path, *, once: bool = False, console: Console | None = None) 
 
 def _phase_times(row: Mapping[str, float | None]) -> dict[str, float]:
     """Return the seconds of a step by phase, the whole step as "step"."""
-    return {name.removeprefix("time/"): x for name, x in row.items() if name.startswith("time/") and x is not None}
+    return {
+        name.removeprefix("time/"): x
+        for name, x in row.items()
+        if name.startswith("time/") and x is not None
+    }
 
 
 def _fit(lines: Sequence[Text], width: int, height: int) -> list[Text]:

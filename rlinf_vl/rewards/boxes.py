@@ -17,7 +17,9 @@ _POINT = re.compile(rf"[\[(]{_N},{_N}[\])]|x\d?\s*=\s*\"{_N}\"\s*y\d?\s*=\s*\"{_
 _NUMBER = re.compile(_N)
 
 
-def bbox_giou(said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()) -> dict[str, float]:
+def bbox_giou(
+    said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()
+) -> dict[str, float]:
     """Return the GIoU of the reply's last box and the reference box, -1 to 1; -1 without a box.
 
     GIoU is IoU − (hull − union) / hull (Rezatofighi et al. 2019, "Generalized Intersection over
@@ -37,7 +39,9 @@ def bbox_giou(said: str, answer: str, *, relative: float | None = None, images: 
     return {"score": giou, "iou": iou, "correct": float(iou >= 0.5)}
 
 
-def point_in_box(said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()) -> bool:
+def point_in_box(
+    said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()
+) -> bool:
     """Return whether the reply's last point lies in the reference box, its border included.
 
     A point is `(15, 25)`, `[15, 25]`, or the middle of a box. `relative` is that of `bbox_giou`.

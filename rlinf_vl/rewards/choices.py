@@ -44,7 +44,9 @@ _LETTER = (
 #: A letter and nothing else.
 _ALONE = re.compile(r"[(\[{]?\s*([A-Za-z])\s*[)\]}]?\s*[.:,)]?")
 #: A letter, and the text of its line: "B. circle". Groups 1 and 2 are the letter, group 3 the text.
-_LED = re.compile(r"(?:[(\[{]\s*([A-Za-z])\s*[)\]}]\s*[.:,-]?|([A-Z])\s*(?:[).:,]|\s[-–—])(?=\s))\s*(\S.*)")
+_LED = re.compile(
+    r"(?:[(\[{]\s*([A-Za-z])\s*[)\]}]\s*[.:,-]?|([A-Z])\s*(?:[).:,]|\s[-–—])(?=\s))\s*(\S.*)"
+)
 #: A letter with its kind: "option B", "the correct answer: B".
 _NAMED = re.compile(
     r"(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer|letter)\s*[:=]?\s*"
@@ -94,7 +96,8 @@ _COORDINATED = re.compile(
 )
 #: A letter that is mentioned as an option, without any claim: "option B", "(B)".
 _MENTION = re.compile(
-    rf"(?:\b(?:option|choice|answer)\s+{_MARKS}{_LETTER})|[(\[](?P<only>[A-Za-z])[)\]]", re.IGNORECASE
+    rf"(?:\b(?:option|choice|answer)\s+{_MARKS}{_LETTER})|[(\[](?P<only>[A-Za-z])[)\]]",
+    re.IGNORECASE,
 )
 _DENIED = re.compile(rf"\b{_DENIAL}\b|n['’]t\b", re.IGNORECASE)
 #: A denial of the letter that follows it.
@@ -141,11 +144,14 @@ _LEAD_IN = re.compile(
 )
 #: Words between an announcement and its option: "the answer is clearly option B".
 _FILLERS = re.compile(
-    r"^(?:(?:option|choice|letter|answer|definitely|clearly|therefore|thus|indeed)\b[,:]?\s*)+", re.IGNORECASE
+    r"^(?:(?:option|choice|letter|answer|definitely|clearly|therefore|thus|indeed)\b[,:]?\s*)+",
+    re.IGNORECASE,
 )
 _ARTICLE = re.compile(r"(?:a|an|the)\s+", re.IGNORECASE)
 #: Places where an option's text may end within a sentence.
-_CLAUSE_END = re.compile(rf"[.!;](?=\s|$)|\s[-–—(]|[,:]?\s+(?:{_CONNECTORS})\b|,\s+(?={_CONNECTORS}\b)", re.IGNORECASE)
+_CLAUSE_END = re.compile(
+    rf"[.!;](?=\s|$)|\s[-–—(]|[,:]?\s+(?:{_CONNECTORS})\b|,\s+(?={_CONNECTORS}\b)", re.IGNORECASE
+)
 #: The start of a remark on an answer that stands elsewhere: "the answer is clear", "… is below".
 _REMARK = re.compile(
     r"(?:clear|obvious|simple|correct|right|unique|consistent|supported|confirmed|based|given|"
@@ -153,15 +159,21 @@ _REMARK = re.compile(
     re.IGNORECASE,
 )
 #: An option in a question: "A. …" or "(A) …", up to the next one.
-_LISTED = re.compile(r"(?:^|(?<=\s))[(\[]?([A-Z])[)\].:]\s+(.*?)(?=\s+[(\[]?[A-Z][)\].:]\s|\s*$)", re.DOTALL)
+_LISTED = re.compile(
+    r"(?:^|(?<=\s))[(\[]?([A-Z])[)\].:]\s+(.*?)(?=\s+[(\[]?[A-Z][)\].:]\s|\s*$)", re.DOTALL
+)
 #: LaTeX's marks around a formula: \( \), \[ \].
 _DELIMITERS = re.compile(r"\\[()\[\]]")
-_FULL_WIDTH = str.maketrans({chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)} | {"。": "."})
+_FULL_WIDTH = str.maketrans(
+    {chr(code + 0xFEE0): chr(code) for code in range(0x21, 0x7F)} | {"。": "."}
+)
 #: An option's text in a column that begins with its letter: "A. circle".
 _OPTION_LED = re.compile(r"(?:[(\[]\s*([A-Z])\s*[)\]]|([A-Z])\s*[).:])\s*\S.*", re.DOTALL)
 
 
-def choice(said: str, answer: str, options: Any = None, choices: Any = None, prompt: str = "") -> bool:
+def choice(
+    said: str, answer: str, options: Any = None, choices: Any = None, prompt: str = ""
+) -> bool:
     """Return whether a reply chooses the right option.
 
     The reference is `B`, `(B)`, `B. circle`, or the option's text. Options are those of the row's
@@ -215,7 +227,11 @@ class Reader:
         lines = [line for line in text[-MAX_TEXT_LENGTH:].splitlines() if line.strip()]
         if not lines:
             return None
-        if len(lines) == 1 and len(text) <= MAX_TEXT_LENGTH and (letter := self._stated(text)) is not None:
+        if (
+            len(lines) == 1
+            and len(text) <= MAX_TEXT_LENGTH
+            and (letter := self._stated(text)) is not None
+        ):
             return letter
         # A line that is an option as a whole decides, unless another such line has another option.
         whole_lines = {self._bare(line) or self._of_text(line) for line in lines} - {None}
@@ -251,9 +267,13 @@ class Reader:
     def _of_text(self, text: str) -> str | None:
         """Return the letter of the only option with this text, articles aside."""
         text = _bare_text(text)
-        if not self.options or len(text) > self._max_option_length:  # saves computing a long text's key
+        if (
+            not self.options or len(text) > self._max_option_length
+        ):  # saves computing a long text's key
             return None
-        for wording, letters in zip((text, _without_article(text)), self._letters_by_key, strict=True):
+        for wording, letters in zip(
+            (text, _without_article(text)), self._letters_by_key, strict=True
+        ):
             letter = letters.get(text_key(wording))
             if letter is not None:
                 return letter or None
@@ -300,7 +320,9 @@ class Reader:
         joined = re.search(r"\b(?:or|and)\s+(.*)$", tail)
         if joined and self._of_clause(joined[1]) not in (None, letter):
             return False
-        mentioned_letters = {self._letter(_letter_in(m)) for m in re.finditer(rf"(?<!\w){_LETTER}", tail)}
+        mentioned_letters = {
+            self._letter(_letter_in(m)) for m in re.finditer(rf"(?<!\w){_LETTER}", tail)
+        }
         # A and I are words, too, unless A is marked as a letter.
         words = {"A", "I"} if not re.search(r"[(\[]A[)\]]|\bA[).:]", tail) else set()
         mentioned_letters -= {None, letter} | words
@@ -313,21 +335,31 @@ class Reader:
             return None
         if (letter := self.option(text)) is not None:
             return letter
-        if named := _NAMED.fullmatch(text.rstrip(" .*\"')")) or _NAMED.fullmatch(text.rstrip(" .*\"'")):
+        if named := _NAMED.fullmatch(text.rstrip(" .*\"')")) or _NAMED.fullmatch(
+            text.rstrip(" .*\"'")
+        ):
             return self._letter(_letter_in(named))
         lettered = re.fullmatch(
-            rf"(?:(?:option|choice|answer)\s*[:=]?\s*)?{_LETTER}\s+(?P<option>.+)", text, re.IGNORECASE
+            rf"(?:(?:option|choice|answer)\s*[:=]?\s*)?{_LETTER}\s+(?P<option>.+)",
+            text,
+            re.IGNORECASE,
         )
         for form in (_SPOKEN, _REASONED):
-            if (match := form.fullmatch(text)) and (letter := self._letter(_letter_in(match))) is not None:
-                is_conflicting = form is _REASONED and not self._agrees(letter, match["reason"].strip())
+            if (match := form.fullmatch(text)) and (
+                letter := self._letter(_letter_in(match))
+            ) is not None:
+                is_conflicting = form is _REASONED and not self._agrees(
+                    letter, match["reason"].strip()
+                )
                 return None if is_conflicting else letter
         if lettered:  # a letter with the text of its option
             letter = self._letter(_letter_in(lettered))
             if letter is not None and self._of_text(lettered["option"]) == letter:
                 return letter
         lead_in = _LEAD_IN.match(text)
-        if lead_in and not re.search(rf"\b{_DENIAL}\b|\b(?:second|other|worst|least)\b", lead_in[0], re.IGNORECASE):
+        if lead_in and not re.search(
+            rf"\b{_DENIAL}\b|\b(?:second|other|worst|least)\b", lead_in[0], re.IGNORECASE
+        ):
             return self._of_text(text[lead_in.end() :])
         return None
 
@@ -347,12 +379,22 @@ class Reader:
 
         Its reasons don't count: they may compare options.
         """
-        sentence = re.split(r"[.!?]\s|\n|\b(?:because|since|as|while|whereas)\b", tail, maxsplit=1)[0]
+        sentence = re.split(r"[.!?]\s|\n|\b(?:because|since|as|while|whereas)\b", tail, maxsplit=1)[
+            0
+        ]
         for match in re.finditer(rf"(?<!\w){_LETTER}", sentence):
             named_letter = self._letter(_letter_in(match))
-            is_article = match["bare"] in ("A", "I") and re.match(r"\s+[a-z]", sentence[match.end() :])
-            context = sentence[max(0, match.start() - CONTEXT_LENGTH) : match.end() + CONTEXT_LENGTH]
-            if named_letter not in (None, letter) and not is_article and not _DENIED.search(context):
+            is_article = match["bare"] in ("A", "I") and re.match(
+                r"\s+[a-z]", sentence[match.end() :]
+            )
+            context = sentence[
+                max(0, match.start() - CONTEXT_LENGTH) : match.end() + CONTEXT_LENGTH
+            ]
+            if (
+                named_letter not in (None, letter)
+                and not is_article
+                and not _DENIED.search(context)
+            ):
                 return True
         return False
 
@@ -365,8 +407,15 @@ class Reader:
                 claims.append(claim)
         for match in _VERDICT.finditer(text):
             letter = self._letter(_letter_in(match))
-            context = text[max(0, match.start() - CONTEXT_LENGTH) : match.start()].rstrip("*_$\"'“‘` ") + " "
-            if letter is None or _DENIED_BEFORE.search(context) or text[match.end() :].startswith("?"):
+            context = (
+                text[max(0, match.start() - CONTEXT_LENGTH) : match.start()].rstrip("*_$\"'“‘` ")
+                + " "
+            )
+            if (
+                letter is None
+                or _DENIED_BEFORE.search(context)
+                or text[match.end() :].startswith("?")
+            ):
                 continue
             verdict = re.split(r",|\b(?:since|because|as|so|but)\b", match[0], maxsplit=1)[0]
             is_denied = _DENIED.search(verdict) is not None
@@ -376,19 +425,31 @@ class Reader:
             is_denied = is_denied or _DOUBT.search(_clause_before(text, match.start())) is not None
             # "A or B is correct" chooses nothing; a denial holds for its letter all the same.
             is_joined = _JOINED.search(context.rstrip()) is not None
-            claims.append(Claim(match.start(), match.end(), None if is_joined and not is_denied else letter, is_denied))
+            claims.append(
+                Claim(
+                    match.start(),
+                    match.end(),
+                    None if is_joined and not is_denied else letter,
+                    is_denied,
+                )
+            )
         return sorted(claims, key=lambda claim: claim.start)
 
     def _claim(self, text: str, match: re.Match[str]) -> Claim | None:
         """Return the claim of one announcement; None if it claims nothing about an option."""
         following = text[match.end() : match.end() + 4 * CONTEXT_LENGTH]
-        sentence = re.split(r"\n|(?<=[.!?])\s+(?=[A-Z(][a-z ])", following.strip(), maxsplit=1)[0].strip()
+        sentence = re.split(r"\n|(?<=[.!?])\s+(?=[A-Z(][a-z ])", following.strip(), maxsplit=1)[
+            0
+        ].strip()
         qualifier = (match["qualifier"] or "").lower()
         if re.match(r"if|whether|suppos|assum|unless", qualifier) or sentence.endswith("?"):
             return None
-        is_denied = bool(qualifier) or _DOUBT.search(_clause_before(text, match.start())) is not None
+        is_denied = (
+            bool(qualifier) or _DOUBT.search(_clause_before(text, match.start())) is not None
+        )
         if denial := re.match(
-            r"(?:(?:definitely|clearly|certainly|surely|obviously)\s+)?(?:not|never|n['’]t)\b\s*", sentence
+            r"(?:(?:definitely|clearly|certainly|surely|obviously)\s+)?(?:not|never|n['’]t)\b\s*",
+            sentence,
         ):
             is_denied, sentence = True, sentence[denial.end() :]
             if replaced := re.search(r"\b(?:but|rather)\b\s*(?:it\s+is\s+)?", sentence):
@@ -397,18 +458,38 @@ class Reader:
 
         def claim(letter: str | None, denied: bool) -> Claim:
             # `letter_match` is bound below; it is None again where the option's text was named.
-            end = match.end() + max(0, following.find(sentence)) + (letter_match.end() if letter_match else 0)
+            end = (
+                match.end()
+                + max(0, following.find(sentence))
+                + (letter_match.end() if letter_match else 0)
+            )
             return Claim(match.start(), end, letter, denied)
 
-        letter_match = re.match(rf"{_MARKS}(?:\\(?:text|mathrm|mathbf|textbf)\{{\s*)?{_LETTER}", sentence)
+        letter_match = re.match(
+            rf"{_MARKS}(?:\\(?:text|mathrm|mathbf|textbf)\{{\s*)?{_LETTER}", sentence
+        )
         letter = self._letter(_letter_in(letter_match)) if letter_match else None
         tail = sentence[letter_match.end() :] if letter_match else ""
-        if letter_match is not None and letter is not None and self._ends_here(letter, letter_match, tail):
-            if re.match(rf"{_MARKS}\s*(?:is|was|would\s+be|can\s?be|seems)?\s*{_DENIAL}\b", tail, re.IGNORECASE):
-                starts_clause = re.match(rf"{_MARKS},?\s*(?:not|rather\s+than|instead\s+of|no)\b", tail, re.IGNORECASE)
+        if (
+            letter_match is not None
+            and letter is not None
+            and self._ends_here(letter, letter_match, tail)
+        ):
+            if re.match(
+                rf"{_MARKS}\s*(?:is|was|would\s+be|can\s?be|seems)?\s*{_DENIAL}\b",
+                tail,
+                re.IGNORECASE,
+            ):
+                starts_clause = re.match(
+                    rf"{_MARKS},?\s*(?:not|rather\s+than|instead\s+of|no)\b", tail, re.IGNORECASE
+                )
                 return claim(letter, starts_clause is None or is_denied)
-            coordinated = _COORDINATED.match(following[following.find(sentence) + letter_match.end() :])
-            if not is_denied and _JOINED.search(text[max(0, match.start() - CONTEXT_LENGTH) : match.start()]):
+            coordinated = _COORDINATED.match(
+                following[following.find(sentence) + letter_match.end() :]
+            )
+            if not is_denied and _JOINED.search(
+                text[max(0, match.start() - CONTEXT_LENGTH) : match.start()]
+            ):
                 return claim(None, False)
             if coordinated and not is_denied:
                 joined_letter = _letter_in(coordinated) or coordinated["spaced"]
@@ -432,7 +513,9 @@ class Reader:
     def _ends_here(self, letter: str, letter_match: re.Match[str], tail: str) -> bool:
         """Return whether a letter is no article, and has no other option's text beside it."""
         tail = re.sub(r"^[*_$\"'“”‘’`}]+", "", tail)
-        if re.match(r"\s+[^\W\d_]", tail) and not re.match(rf"\s+(?:{_CONNECTORS}\b|[A-Z](?!\w))", tail):
+        if re.match(r"\s+[^\W\d_]", tail) and not re.match(
+            rf"\s+(?:{_CONNECTORS}\b|[A-Z](?!\w))", tail
+        ):
             following = tail.strip()
             return self._of_clause(following) == letter
         if re.match(r"\s+\.?\d", tail):
@@ -471,8 +554,12 @@ class Reader:
                 letter = self._letter(_letter_in(match) or match["only"])
                 denial = _DENIED_BEFORE.search(sentence[start : match.start()])
                 # A denial right before the next letter is about that letter.
-                denial = denial or _DENIED.search(_DENIED_BEFORE.sub("", sentence[match.end() : end]))
-                denial = denial or (_DENIED.search(sentence[: match.start()]) if not number else None)
+                denial = denial or _DENIED.search(
+                    _DENIED_BEFORE.sub("", sentence[match.end() : end])
+                )
+                denial = denial or (
+                    _DENIED.search(sentence[: match.start()]) if not number else None
+                )
                 if letter is not None and not denial:
                     letters.add(letter)
         return letters.pop() if len(letters) == 1 else None
@@ -485,14 +572,18 @@ def _letter_in(match: re.Match[str]) -> str:
 
 def _clause_before(text: str, start: int) -> str:
     """Return the part of a clause before the position `start`, at most 100 characters."""
-    clauses = re.split(r"[.\n!?;:,…]|\b(?:so|therefore|thus|hence|but|then)\b", text[max(0, start - 100) : start])
+    clauses = re.split(
+        r"[.\n!?;:,…]|\b(?:so|therefore|thus|hence|but|then)\b", text[max(0, start - 100) : start]
+    )
     return clauses[-1]
 
 
 def _bare_text(text: str) -> str:
     """Return a text without the marks, quotes or dollar signs that enclose it."""
     text = text.strip()
-    while len(text) > 2 and (text[0] == text[-1] and text[0] in "*`\"'$_" or text[0] + text[-1] in ("“”", "‘’")):
+    while len(text) > 2 and (
+        text[0] == text[-1] and text[0] in "*`\"'$_" or text[0] + text[-1] in ("“”", "‘’")
+    ):
         text = text[1:-1].strip()
     return text
 
@@ -510,13 +601,19 @@ def _options(column: Any) -> dict[str, str]:
         except ValueError:
             return _listed(column)
     if isinstance(column, Mapping):
-        return {str(key).strip().upper(): str(value) for key, value in column.items() if value is not None}
+        return {
+            str(key).strip().upper(): str(value)
+            for key, value in column.items()
+            if value is not None
+        }
     if not isinstance(column, Sequence):
         return {}
     texts = [str(option) for option in column]
     matches = [_OPTION_LED.fullmatch(text.strip()) for text in texts]
     # Texts that carry their letters, in order: take the letters off.
-    if all(matches) and [m[1] or m[2] for m in matches if m] == list(string.ascii_uppercase[: len(texts)]):
+    if all(matches) and [m[1] or m[2] for m in matches if m] == list(
+        string.ascii_uppercase[: len(texts)]
+    ):
         texts = [re.sub(r"^[(\[]?\s*[A-Z]\s*[)\].:]+\s*", "", text.strip()) for text in texts]
     return dict(zip(string.ascii_uppercase, texts, strict=False))
 

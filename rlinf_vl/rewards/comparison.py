@@ -28,7 +28,14 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rlinf_vl.rewards.latex import depths, split_equation, split_inequality, split_list, split_matrix, split_union
+from rlinf_vl.rewards.latex import (
+    depths,
+    split_equation,
+    split_inequality,
+    split_list,
+    split_matrix,
+    split_union,
+)
 from rlinf_vl.rewards.units import split_unit
 
 #: Longest list that is compared, in elements.
@@ -59,7 +66,9 @@ _OPTION = re.compile(r"\(?(?P<letter>[A-J])(?:\)[.:]?|[.:])?(?:(?<=[).:]) +(?P<t
 _POINT = re.compile(r"([A-Z])'? ?([(].*[)])")
 _CLOCK = re.compile(r"[0-9]{1,2} ?: ?[0-5][0-9]")
 #: Texts that are no formula: words, signs only, two numbers side by side, or foreign characters.
-_NO_FORMULA = re.compile(r"^[A-Za-z ]{2,}$|^[^A-Za-z0-9]*$|[0-9] +[0-9]|[0-9] *_|__|'''|[^\x00-\x7f]|[$&]")
+_NO_FORMULA = re.compile(
+    r"^[A-Za-z ]{2,}$|^[^A-Za-z0-9]*$|[0-9] +[0-9]|[0-9] *_|__|'''|[^\x00-\x7f]|[$&]"
+)
 
 # math-verify warns that it has no time limit; the worker process has one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -157,7 +166,12 @@ def _same_ratio(response: str, answer: str, algebra: bool) -> bool | None:
     b = [term.value for term in answer_terms if term is not None]
     # A fraction may answer a ratio of two terms, but a decimal shows no terms.
     if len(a) == 1 and len(b) == 2:
-        return not is_clock and b[1] != 0 and "/" in response.replace("\\frac", "/") and a[0] * b[1] == b[0]
+        return (
+            not is_clock
+            and b[1] != 0
+            and "/" in response.replace("\\frac", "/")
+            and a[0] * b[1] == b[0]
+        )
     if len(a) != len(b):
         return False
     if is_clock or not all(a + b):
@@ -193,7 +207,9 @@ def _same_sets(response: str, answer: str, algebra: bool) -> bool | None:
     response_sets, answer_sets = _sets(response), _sets(answer)
     if response_sets is None and answer_sets is None:
         return None
-    if response_sets is None or answer_sets is None:  # an interval for the inequality, or the reverse
+    if (
+        response_sets is None or answer_sets is None
+    ):  # an interval for the inequality, or the reverse
         interval = response if response_sets is None else answer
         sets = response_sets or answer_sets
         brackets, ends = split_list(interval)
@@ -209,7 +225,11 @@ def _same_sets(response: str, answer: str, algebra: bool) -> bool | None:
         return None if len(answer_sets) == 1 else False
     for _, answer_set in answer_sets:
         index = next(
-            (i for i, (_, response_set) in enumerate(response_sets) if _same_list(response_set, answer_set, algebra)),
+            (
+                i
+                for i, (_, response_set) in enumerate(response_sets)
+                if _same_list(response_set, answer_set, algebra)
+            ),
             None,
         )
         if index is None:
@@ -247,7 +267,9 @@ def _same_list(response: str, answer: str, algebra: bool) -> bool:
     if response_brackets != answer_brackets:
         response_point, response_tuple = _split_point(response)
         answer_point, answer_tuple = _split_point(answer)
-        if not (response_point or answer_point) or (response_point and answer_point and response_point != answer_point):
+        if not (response_point or answer_point) or (
+            response_point and answer_point and response_point != answer_point
+        ):
             return _same_equation(response, answer, algebra) if "=" in response + answer else False
         return _same_list(response_tuple, answer_tuple, algebra)
     if len(response_elements) != len(answer_elements) or len(response_elements) > MAX_ELEMENTS:
@@ -256,12 +278,17 @@ def _same_list(response: str, answer: str, algebra: bool) -> bool:
         response_point, response_tuple = _split_point(response)
         answer_point, answer_tuple = _split_point(answer)
         if response_point and answer_point:
-            return response_point == answer_point and _same_list(response_tuple, answer_tuple, algebra)
+            return response_point == answer_point and _same_list(
+                response_tuple, answer_tuple, algebra
+            )
         return _same_equation(response, answer, algebra)
     for answer_element in answer_elements:
         # An ordered list must match in order, so only its first remaining element is a candidate.
         candidates = response_elements[:1] if response_brackets else response_elements
-        match = next((element for element in candidates if same(element, answer_element, algebra=algebra)), None)
+        match = next(
+            (element for element in candidates if same(element, answer_element, algebra=algebra)),
+            None,
+        )
         if match is None:
             return False
         response_elements.remove(match)
@@ -278,8 +305,12 @@ def _same_equation(response: str, answer: str, algebra: bool) -> bool:
     """Compare values, chains of equalities, and equations with variables."""
     response_names, response_values = split_equation(response)
     answer_names, answer_values = split_equation(answer)
-    if response_names and answer_names and not response_values and not answer_values:  # x = y is y = x
-        return {_reading(name) for name in response_names} == {_reading(name) for name in answer_names}
+    if (
+        response_names and answer_names and not response_values and not answer_values
+    ):  # x = y is y = x
+        return {_reading(name) for name in response_names} == {
+            _reading(name) for name in answer_names
+        }
     if not response_values and not answer_names and re.fullmatch("[A-Z]", response_names[0]):
         return False  # A = B names two options or two lengths, and no value
     # In x = A both sides are names, and the last one is the value.
@@ -287,12 +318,19 @@ def _same_equation(response: str, answer: str, algebra: bool) -> bool:
     answer_values = answer_values or answer_names[-1:]
     is_equation = len(answer_values) > 1 and not answer_names
     if is_equation or (answer_names and len(response_values) > 1 and not response_names):
-        return len(response_values) + len(response_names) > 1 and _same_formula(response, answer, algebra)
+        return len(response_values) + len(response_names) > 1 and _same_formula(
+            response, answer, algebra
+        )
     if response_names and answer_names and not _share_name(response_names, answer_names):
         is_line = all(
-            re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", values[-1]) for values in (response_values, answer_values)
+            re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", values[-1])
+            for values in (response_values, answer_values)
         )
-        return is_line and len(response_values) == len(answer_values) == 1 and _same_formula(response, answer, algebra)
+        return (
+            is_line
+            and len(response_values) == len(answer_values) == 1
+            and _same_formula(response, answer, algebra)
+        )
     return all(_same_value(value, answer_values[-1], algebra) for value in response_values)
 
 
@@ -342,7 +380,9 @@ def _same_formula(response: str, answer: str, algebra: bool) -> bool:
         return _same_relation(response_formula, answer_formula)
     if not isinstance(response_formula, Expr) or not isinstance(answer_formula, Expr):
         return False
-    if _letters(response) != _letters(answer) and _letters(response.lower()) == _letters(answer.lower()):
+    if _letters(response) != _letters(answer) and _letters(response.lower()) == _letters(
+        answer.lower()
+    ):
         return False  # the grammar ignores case: it takes 2X for 2x
     constants = [not formula.free_symbols for formula in (response_formula, answer_formula)]
     if not any(constants):
@@ -354,7 +394,9 @@ def _same_formula(response: str, answer: str, algebra: bool) -> bool:
     a, b = _evaluate(response, response_formula), _evaluate(answer, answer_formula)
     if a is None or b is None:
         return False
-    return abs(a.value - b.value) <= _TOLERANCE * max(abs(a.value), abs(b.value)) or same_number(a, b)
+    return abs(a.value - b.value) <= _TOLERANCE * max(abs(a.value), abs(b.value)) or same_number(
+        a, b
+    )
 
 
 def _letters(text: str) -> set[str]:
@@ -373,7 +415,9 @@ def _formula(text: str):
 
     config = LatexExtractionConfig(
         boxed_match_priority=-1,
-        normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none"),  # pyright: ignore[reportArgumentType]
+        normalization_config=NormalizationConfig(
+            units=False, malformed_operators=True, nits=True, boxed="none"
+        ),  # pyright: ignore[reportArgumentType]
     )
     # No timeout: math-verify's is an alarm signal, which a thread can't have.
     formulas = parse(
@@ -400,7 +444,9 @@ def _same_relation(response_relation, answer_relation) -> bool:
         difference = relation.lhs - relation.rhs
         is_less = isinstance(relation, Lt | Le)
         differences.append(-difference if is_less else difference)
-        kinds.append(Eq if isinstance(relation, Eq) else Gt if isinstance(relation, Lt | Gt) else Ge)
+        kinds.append(
+            Eq if isinstance(relation, Eq) else Gt if isinstance(relation, Lt | Gt) else Ge
+        )
         if not isinstance(relation, Eq | Ge | Gt | Le | Lt) or not difference.free_symbols:
             return False
     factor = simplify(differences[0] / differences[1])
@@ -457,4 +503,9 @@ def same_number(response: Number, answer: Number) -> bool:
     if answer.unit is not None:
         return answer.digits >= 2 and 2 * error <= answer.unit
     is_integer = answer.value.denominator == 1
-    return response.unit is not None and response.digits >= 3 and not is_integer and 2 * error <= response.unit
+    return (
+        response.unit is not None
+        and response.digits >= 3
+        and not is_integer
+        and 2 * error <= response.unit
+    )

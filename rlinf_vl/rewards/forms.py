@@ -65,7 +65,9 @@ def _ours(problem: Problem, answers: Sequence[Answer]) -> Arguments:
 def _trl(problem: Problem, answers: Sequence[Answer]) -> Arguments:
     """Return TRL's arguments: a list with one entry per answer for each column."""
     n = len(answers)
-    columns = {name: [value] * n for name, value in ({"answer": problem.answer} | problem.columns).items()}
+    columns = {
+        name: [value] * n for name, value in ({"answer": problem.answer} | problem.columns).items()
+    }
     hooks = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
     return columns | hooks | {
         "prompts": [list(problem.messages) if problem.chat else prompt_text(problem)] * n,
@@ -101,7 +103,8 @@ def _easyr1_batch(problem: Problem, answers: Sequence[Answer]) -> Arguments:
     truth = _ground_truth(problem)
     return {
         "": [
-            problem.columns | {"response": a.response, "response_length": len(a.ids), "ground_truth": truth}
+            problem.columns
+            | {"response": a.response, "response_length": len(a.ids), "ground_truth": truth}
             for a in answers
         ]
     }
@@ -113,7 +116,9 @@ def _easyr1(problem: Problem, answers: Sequence[Answer]) -> Arguments:
     return {"": reward_input}
 
 
-def _only_parameter(parameters: Mapping[str, inspect.Parameter], name: str, annotation: str) -> bool:
+def _only_parameter(
+    parameters: Mapping[str, inspect.Parameter], name: str, annotation: str
+) -> bool:
     """Return whether a function's only required argument has this name, or this annotation.
 
     Args:
@@ -121,8 +126,14 @@ def _only_parameter(parameters: Mapping[str, inspect.Parameter], name: str, anno
         name: the name that its system gives the argument.
         annotation: a regular expression for the annotation in lower case.
     """
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not positional or positional[0].name != name and any(p.default is p.empty for p in positional[1:]):
+    positional = [
+        p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if (
+        not positional
+        or positional[0].name != name
+        and any(p.default is p.empty for p in positional[1:])
+    ):
         return False
     hint = positional[0].annotation
     # A text under `from __future__ import annotations`, a class such as dict, or list[dict].
@@ -130,7 +141,10 @@ def _only_parameter(parameters: Mapping[str, inspect.Parameter], name: str, anno
         hint_text = getattr(hint, "__name__", "")
     else:
         hint_text = hint if isinstance(hint, str) else str(hint)
-    return positional[0].name == name or re.match(annotation, hint_text.removeprefix("typing.").lower()) is not None
+    return (
+        positional[0].name == name
+        or re.match(annotation, hint_text.removeprefix("typing.").lower()) is not None
+    )
 
 
 #: All forms by name. The first that fits a function is its form.
@@ -176,13 +190,17 @@ FORMS: dict[str, Form] = {
     ),
 }  # fmt: skip
 #: The signature in `load_code`'s messages; `RewardFunction` checks it closer.
-SIGNATURE = "score(response, answer, **row) or score(completions, **columns) or score(reward_inputs)"
+SIGNATURE = (
+    "score(response, answer, **row) or score(completions, **columns) or score(reward_inputs)"
+)
 ACCEPTED_CALLS = " or ".join(FORMS[name].call for name in ("ours", "trl", "verl", "easyr1"))
 
 
 def _takes_two(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Return whether a function can be called with a response and a reference by position."""
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
 
@@ -202,12 +220,19 @@ class RewardFunction:
         self.form = form
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         if unknown := [key for key in kwargs if key not in self.parameters and not takes_any]:
-            raise CodeError(f"{name!r}: {self._signature()} takes no keyword {unknown[0]!r} (kwargs); leave it out")
+            raise CodeError(
+                f"{name!r}: {self._signature()} takes no keyword {unknown[0]!r} (kwargs); leave it "
+                "out"
+            )
         self.wants_images = "images" in self.parameters
         call = function.func if isinstance(function, functools.partial) else function
-        self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+        self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+            type(call).__call__
+        )
         completions = self.parameters.get("completions")
-        self._completions_type = str(completions.annotation).replace("typing.", "").lower() if completions else ""
+        self._completions_type = (
+            str(completions.annotation).replace("typing.", "").lower() if completions else ""
+        )
 
     def needed(self) -> set[str]:
         """Return the required parameters that only a column or `kwargs` can fill."""
@@ -227,7 +252,9 @@ class RewardFunction:
         """Return whether a group's answers are scored at once: in a list, or by coroutines."""
         return self.form.of_group or self.is_async
 
-    def results(self, problem: Problem, answers: Sequence[Answer], timeout_s: float) -> list[Result | Exception]:
+    def results(
+        self, problem: Problem, answers: Sequence[Answer], timeout_s: float
+    ) -> list[Result | Exception]:
         """Return the result of each answer, or its error; a coroutine ends after `timeout_s`."""
         groups = [answers] if self.form.of_group else [[answer] for answer in answers]
         outcomes: list[Any] = []  # what each call returned, or its error
@@ -241,11 +268,20 @@ class RewardFunction:
         (returned,) = outcomes
         if isinstance(returned, Exception):
             return [returned] * len(answers)
-        values = list(returned) if isinstance(returned, Sequence) or hasattr(returned, "__iter__") else [returned]
+        values = (
+            list(returned)
+            if isinstance(returned, Sequence) or hasattr(returned, "__iter__")
+            else [returned]
+        )
         if isinstance(returned, str | Mapping) or len(values) != len(answers):
-            description = type(returned).__name__ if len(values) == len(answers) else f"{len(values)} results"
+            description = (
+                type(returned).__name__ if len(values) == len(answers) else f"{len(values)} results"
+            )
             return [
-                TypeError(f"it returned {description} for {len(answers)} answers; return a list with one for each")
+                TypeError(
+                    f"it returned {description} for {len(answers)} answers; return a list with one "
+                    "for each"
+                )
             ] * len(answers)
         return [self._try(lambda value=value: result_of(value)) for value in values]
 
@@ -253,7 +289,9 @@ class RewardFunction:
         """Return an error as it is, and the result in any other return value."""
         return outcome if isinstance(outcome, Exception) else self._try(lambda: result_of(outcome))
 
-    async def _gather(self, problem: Problem, groups: Sequence[Sequence[Answer]], timeout_s: float) -> list[Any]:
+    async def _gather(
+        self, problem: Problem, groups: Sequence[Sequence[Answer]], timeout_s: float
+    ) -> list[Any]:
         """Await the calls of all groups at once; return what each returned, or its error."""
 
         async def call_group(group: Sequence[Answer]) -> Any:
@@ -281,7 +319,9 @@ class RewardFunction:
         """
         if self.form is not FORMS["trl"]:
             return self._call_with_arguments(problem, answers)
-        chat = "dict" in self._completions_type if "list[" in self._completions_type else problem.chat
+        chat = (
+            "dict" in self._completions_type if "list[" in self._completions_type else problem.chat
+        )
         try:
             return self._call_with_arguments(_with_chat(problem, chat), answers)
         except (TypeError, KeyError, AttributeError, IndexError):
@@ -304,7 +344,11 @@ class RewardFunction:
             images = [Image.open(io.BytesIO(image.data)) for image in problem.images]
             offered["images"] = [images] * len(answers) if self.form.of_group else images
         positional = [offered.pop("")] if "" in offered else []
-        named = {name for name, p in self.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        named = {
+            name
+            for name, p in self.parameters.items()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
         if self.form is FORMS["ours"] and not {"response", "said"} & named:
             # The parameters have other names, so response and reference are given by position.
             positional = [offered["response"], offered["answer"]]
@@ -334,7 +378,9 @@ class RewardFunction:
 def prompt_text(problem: Problem) -> str:
     """Return the text of the last message, its text parts joined."""
     content = problem.messages[-1]["content"] if problem.messages else ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
 
 
 def result_of(returned: Any) -> Result:
@@ -349,13 +395,18 @@ def result_of(returned: Any) -> Result:
         return Result(_number(returned))
     numbers = {str(key): _number(value) for key, value in returned.items() if _is_number(value)}
     if not numbers:
-        raise ValueError(f"it returned a mapping without a number (of {', '.join(map(str, returned)) or 'nothing'})")
+        raise ValueError(
+            "it returned a mapping without a number (of "
+            f"{', '.join(map(str, returned)) or 'nothing'})"
+        )
     score = next((name for name in SCORES if name in numbers), None)
     verdict = next((numbers[name] for name in VERDICTS if name in numbers), None)
     correct = None if verdict is None else verdict >= RIGHT
     if score is None:
         # `correct` is a verdict and no reward, unless it is all there is.
-        value = sum(number for name, number in numbers.items() if name != VERDICTS[0] or len(numbers) == 1)
+        value = sum(
+            number for name, number in numbers.items() if name != VERDICTS[0] or len(numbers) == 1
+        )
     else:
         value = numbers.pop(score)
     return Result(value, numbers, correct)
@@ -365,7 +416,11 @@ def _is_number(value: Any) -> bool:
     """Return whether a value is a number, or an array or tensor of a single one."""
     if isinstance(value, Real):
         return True
-    return hasattr(value, "item") and getattr(value, "size", None) in (1, ()) or getattr(value, "shape", None) == ()
+    return (
+        hasattr(value, "item")
+        and getattr(value, "size", None) in (1, ())
+        or getattr(value, "shape", None) == ()
+    )
 
 
 def _number(value: Any) -> float:
@@ -375,7 +430,9 @@ def _number(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"it returned a {type(value).__name__}; return a number or a mapping of numbers") from error
+        raise TypeError(
+            f"it returned a {type(value).__name__}; return a number or a mapping of numbers"
+        ) from error
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}; return a finite number")
     return number

@@ -47,13 +47,21 @@ def grade(name: str, /, response: str, answer: Any, **row: Any) -> float:
     """
     reference = answer_text(answer)
     if reference is None:
-        raise ValueError(f"answer: {answer!r:.80} is no text, finite number, boolean or list of these")
+        raise ValueError(
+            f"answer: {answer!r:.80} is no text, finite number, boolean or list of these"
+        )
     function, keywords = _function(name, row)
-    columns = {key: value for key, value in row.items() if key not in (*keywords, *_RESPONSE_FACTS, "prompt", "images")}
+    columns = {
+        key: value
+        for key, value in row.items()
+        if key not in (*keywords, *_RESPONSE_FACTS, "prompt", "images")
+    }
     ids = _response_ids(function, row)
     reply = response.rpartition("</think>")[2]
     problem = _problem(row.get("prompt", ""), reference, row.get("images") or (), columns)
-    (result,) = function.results(problem, [Answer(response, reply, ids, bool(row.get("truncated")))], 60.0)
+    (result,) = function.results(
+        problem, [Answer(response, reply, ids, bool(row.get("truncated")))], 60.0
+    )
     if isinstance(result, GradingError):
         return 0.0
     if isinstance(result, Exception):
@@ -73,13 +81,19 @@ def _function(name: str, row: dict[str, Any]) -> tuple[RewardFunction, dict[str,
     keywords = {
         key: row[key]
         for key, parameter in parameters.items()
-        if key in row and parameter.kind is parameter.KEYWORD_ONLY and key not in (*_RESPONSE_FACTS, *offered)
+        if key in row
+        and parameter.kind is parameter.KEYWORD_ONLY
+        and key not in (*_RESPONSE_FACTS, *offered)
     }
     if isinstance(named.function, type):  # a judge; its keyword names also mean columns of a row
         hosts = keywords.pop("hosts", None) or [urlsplit(str(row.get("url", ""))).hostname or ""]
-        if not isinstance(keywords.get("images", False), bool):  # the row's images, not the judge's switch
+        if not isinstance(
+            keywords.get("images", False), bool
+        ):  # the row's images, not the judge's switch
             del keywords["images"]
-        if "{response}" not in str(keywords.get("prompt", "{response}")):  # the question, not the judge's prompt
+        if "{response}" not in str(
+            keywords.get("prompt", "{response}")
+        ):  # the question, not the judge's prompt
             del keywords["prompt"]
         return named_function(name, keywords, hosts)[0], {key: row[key] for key in keywords}
     return named_function(name, keywords)[0], keywords
@@ -93,14 +107,27 @@ def _response_ids(function: RewardFunction, row: dict[str, Any]) -> tuple[int, .
     """
     if "response_ids" in row:
         return tuple(row["response_ids"])
-    if "response_tokens" not in row and {"response_tokens", "response_ids"} & function.parameters.keys():
-        raise ValueError(f"{function.name!r} pays by tokens: give response_tokens=, their number, or response_ids=")
+    if (
+        "response_tokens" not in row
+        and {"response_tokens", "response_ids"} & function.parameters.keys()
+    ):
+        raise ValueError(
+            f"{function.name!r} pays by tokens: give response_tokens=, their number, or "
+            "response_ids="
+        )
     return (0,) * int(row.get("response_tokens", 0))
 
 
 def _problem(prompt: Any, answer: str, images: Sequence[Any], columns: dict[str, Any]) -> Problem:
     """Return the row as a problem; a text prompt becomes the only message, of a user."""
-    refs = tuple(image if isinstance(image, ImageRef) else to_image_ref(image, root=Path.cwd()) for image in images)
+    refs = tuple(
+        image if isinstance(image, ImageRef) else to_image_ref(image, root=Path.cwd())
+        for image in images
+    )
     is_chat = isinstance(prompt, list)
-    messages = prompt if is_chat else [{"role": "user", "content": [{"type": "text", "text": str(prompt)}]}]
+    messages = (
+        prompt
+        if is_chat
+        else [{"role": "user", "content": [{"type": "text", "text": str(prompt)}]}]
+    )
     return Problem("grade", tuple(messages), answer, refs, None, columns, 0, is_chat)

@@ -45,7 +45,9 @@ class GradingPool:
         start_limit_s: time for the server to start (imports), not counted in the other limits.
     """
 
-    def __init__(self, limit_s: float = 0.5, wall_limit_s: float = 5.0, start_limit_s: float = 120.0) -> None:
+    def __init__(
+        self, limit_s: float = 0.5, wall_limit_s: float = 5.0, start_limit_s: float = 120.0
+    ) -> None:
         self.limit_s = limit_s
         self.wall_limit_s = wall_limit_s
         self.start_limit_s = start_limit_s
@@ -93,12 +95,18 @@ class GradingPool:
         with self._slots, ours:
             with theirs:
                 socket.send_fds(questions, [question], [theirs.fileno()])
-            ours.settimeout(self.wall_limit_s + 0.5)  # longer, so that the worker's timer ends first
+            ours.settimeout(
+                self.wall_limit_s + 0.5
+            )  # longer, so that the worker's timer ends first
             return ours.recv(1)
 
     def _server(self) -> socket.socket:
         """Return the socket for questions; start the server first if none is alive."""
-        if self._questions is not None and self._process is not None and self._process.poll() is None:
+        if (
+            self._questions is not None
+            and self._process is not None
+            and self._process.poll() is None
+        ):
             return self._questions
         self._kill()
         self._questions, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -184,7 +192,9 @@ def limit_memory(extra_bytes: int) -> None:
     with open("/proc/self/statm") as f:
         memory = int(f.read().split()[0]) * resource.getpagesize() + extra_bytes
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard)
+    )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -70,7 +70,9 @@ _REPLY = re.compile(
 )
 _DIGIT = re.compile(r"[0-9]")
 #: The first word of a remark, which may contradict the number: "1 (wrong)".
-_REMARK = re.compile(r"\(?\s*(?:(?P<wrong>wrong|incorrect|false|not|no)|right|correct|true|yes)\b", re.IGNORECASE)
+_REMARK = re.compile(
+    r"\(?\s*(?:(?P<wrong>wrong|incorrect|false|not|no)|right|correct|true|yes)\b", re.IGNORECASE
+)
 
 
 class JudgeError(Exception):
@@ -123,18 +125,33 @@ class Judge:
         options: dict[str, Any] | None = None,
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or "\\" in url:
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or "@" in parts.netloc
+            or "\\" in url
+        ):
             raise ValueError(f"url: {url!r} is no address; write it as in http://localhost:8000/v1")
         if parts.hostname not in [host.lower() for host in hosts]:
             allowed = ", ".join(hosts) or "none"
-            raise ValueError(f"url: host {parts.hostname!r} is not in reward.judge_hosts ({allowed}); list it there")
+            raise ValueError(
+                f"url: host {parts.hostname!r} is not in reward.judge_hosts ({allowed}); list it "
+                "there"
+            )
         if key_env is not None and key_env not in os.environ:
             raise ValueError(f"key_env: there is no environment variable {key_env!r}; export it")
-        for name, value in {"scale": scale, "at_once": at_once, "timeout": timeout, "per_second": per_second}.items():
+        for name, value in {
+            "scale": scale,
+            "at_once": at_once,
+            "timeout": timeout,
+            "per_second": per_second,
+        }.items():
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: {value} must be > 0")
         if "{response}" not in prompt:
-            raise ValueError("prompt: it must hold {response}, and may hold {question}, {answer} and {scale}")
+            raise ValueError(
+                "prompt: it must hold {response}, and may hold {question}, {answer} and {scale}"
+            )
         self.at_once = at_once
         self._address = f"{url.rstrip('/')}/chat/completions"
         self._model, self._prompt, self._scale, self._images = model, prompt, scale, images
@@ -142,23 +159,40 @@ class Judge:
         self._options = {"temperature": 0.0} | (options or {})
         self._gap_s = 1.0 / per_second if per_second else 0.0
         # The file of one address holds the time at which its next request may start.
-        self._next_start_file = cache_root() / "judge" / f"{sha256(self._address.encode()).hexdigest()[:16]}.next"
+        self._next_start_file = (
+            cache_root() / "judge" / f"{sha256(self._address.encode()).hexdigest()[:16]}.next"
+        )
 
-    def __call__(self, said: str, answer: str, prompt: str = "", images: Sequence[Any] = ()) -> float:
+    def __call__(
+        self, said: str, answer: str, prompt: str = "", images: Sequence[Any] = ()
+    ) -> float:
         """Return the judge's score of a reply, 0 to 1.
 
         Raises:
             GradingError: the judge's reply has no number from 0 to `scale`.
             JudgeError: the judge can't be reached.
         """
-        texts = {"question": prompt, "answer": answer, "response": said, "scale": f"{self._scale:g}"}
+        texts = {
+            "question": prompt,
+            "answer": answer,
+            "response": said,
+            "scale": f"{self._scale:g}",
+        }
         # One pass, so that a "{answer}" within the response is not filled in.
-        request_text = re.sub(r"\{(question|answer|response|scale)\}", lambda m: texts[m[1]], self._prompt)
+        request_text = re.sub(
+            r"\{(question|answer|response|scale)\}", lambda m: texts[m[1]], self._prompt
+        )
         content: Any = request_text
         if self._images:
-            image_parts = [{"type": "image_url", "image_url": {"url": _data_uri(image)}} for image in images]
+            image_parts = [
+                {"type": "image_url", "image_url": {"url": _data_uri(image)}} for image in images
+            ]
             content = [*image_parts, {"type": "text", "text": request_text}]
-        body = {"model": self._model, "messages": [{"role": "user", "content": content}], **self._options}
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": content}],
+            **self._options,
+        }
         data = json.dumps(body, sort_keys=True).encode()
         digest = sha256(f"{CACHE_VERSION} {self._address}\0".encode() + data).hexdigest()
 
@@ -174,7 +208,9 @@ class Judge:
         """Return the score in a reply. Raises GradingError: it has none."""
         score = score_of(reply, self._scale)
         if score is None:
-            raise GradingError(f"the judge's reply has no number from 0 to {self._scale:g}: {reply[:80]!r}")
+            raise GradingError(
+                f"the judge's reply has no number from 0 to {self._scale:g}: {reply[:80]!r}"
+            )
         return score
 
     def _request(self, data: bytes) -> str:
@@ -199,12 +235,20 @@ class Judge:
                 if error.code not in RETRIED_STATUSES:
                     raise JudgeError(f"{self._address}: {failure}") from error
                 retry_after = error.headers.get("Retry-After", "")
-                wait_s = max(wait_s, float(retry_after)) if retry_after.replace(".", "", 1).isdigit() else wait_s
+                wait_s = (
+                    max(wait_s, float(retry_after))
+                    if retry_after.replace(".", "", 1).isdigit()
+                    else wait_s
+                )
             except (OSError, HTTPException) as error:  # no connection, or none in time
                 failure = f"{type(error).__name__}: {error}"
             except (ValueError, LookupError, TypeError) as error:
-                raise JudgeError(f"{self._address}: no chat completion came back: {error}") from error
-        raise JudgeError(f"{self._address}: no answer after {self._retries + 1} requests; the last: {failure}")
+                raise JudgeError(
+                    f"{self._address}: no chat completion came back: {error}"
+                ) from error
+        raise JudgeError(
+            f"{self._address}: no answer after {self._retries + 1} requests; the last: {failure}"
+        )
 
     def _send(self, data: bytes) -> str:
         """Return the text of one chat completion."""
@@ -212,7 +256,9 @@ class Judge:
         if self._key_env is not None:
             headers["Authorization"] = f"Bearer {os.environ[self._key_env]}"
         request = urllib.request.Request(self._address, data, headers)
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=self._timeout) as response:
+        with urllib.request.build_opener(_NoRedirect).open(
+            request, timeout=self._timeout
+        ) as response:
             content = json.load(response)["choices"][0]["message"]["content"]
         if not isinstance(content, str):
             raise TypeError(f"content is {content!r:.80}")
@@ -254,11 +300,17 @@ def score_of(reply: str, scale: float) -> float | None:
     for candidate in (text, lines[-1] if lines else ""):
         match = _REPLY.fullmatch(candidate)
         # A digit anywhere else may be another score: "0 or 1", "0.5\n\nStep 2 is wrong".
-        if match and len(_DIGIT.findall(text)) == len(_DIGIT.findall(f"{match['value']} {match['maximum'] or ''}")):
+        if match and len(_DIGIT.findall(text)) == len(
+            _DIGIT.findall(f"{match['value']} {match['maximum'] or ''}")
+        ):
             value, maximum = float(match["value"]), float(match["maximum"] or scale)
             remark = _REMARK.match((match["remark"] or "").strip())
             is_contrary = remark is not None and (remark["wrong"] is None) == (value == 0)
-            return value / maximum if 0 <= value <= maximum and maximum > 0 and not is_contrary else None
+            return (
+                value / maximum
+                if 0 <= value <= maximum and maximum > 0 and not is_contrary
+                else None
+            )
     return None
 
 

@@ -21,7 +21,9 @@ _SPELLINGS = {
     "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
 }  # fmt: skip
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_CHARACTERS = str.maketrans(_SPELLINGS | dict.fromkeys(map(chr, range(0x2000, 0x200B)), " ") | {"\u202f": " "})
+_CHARACTERS = str.maketrans(
+    _SPELLINGS | dict.fromkeys(map(chr, range(0x2000, 0x200B)), " ") | {"\u202f": " "}
+)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,30})(?:\.[0-9]{1,30})?")
@@ -37,9 +39,17 @@ _REWRITES = [
     for substring, pattern, replacement in (
         ("*", r"\*\*([^*]+)\*\*", r"\1"),
         ("√", r"√ ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
-        ("sqrt", r"(?<![\\a-zA-Z])sqrt ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)", r"\\sqrt{\1\2}"),
+        (
+            "sqrt",
+            r"(?<![\\a-zA-Z])sqrt ?(?:\(([^()]*)\)|\{?([0-9]+(?:\.[0-9]+)?|[a-z])\}?)",
+            r"\\sqrt{\1\2}",
+        ),
         ("\\", r"(?<!\\)\\[()\[\]!]", ""),
-        ("\\", r"\\(?:left|right)\.|\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style)(?![a-zA-Z])", ""),
+        (
+            "\\",
+            r"\\(?:left|right)\.|\\(?:left|right|[bB]igg?[lr]?|(?:display|text)style)(?![a-zA-Z])",
+            "",
+        ),
         ("\\", r"(?<!\\)\\[,;: ]", " "),
         ("~", "~", " "),
         ("\\", r"\\(?:q?quad|thinspace)(?![a-zA-Z])", " "),
@@ -93,7 +103,9 @@ _RELATION = re.compile(r"(<=?|>=?|\\[lg]e(?![a-zA-Z]))")
 _SIGNS = {"<": "<", ">": ">", "<=": "<=", ">=": ">=", "\\le": "<=", "\\ge": ">="}
 _VARIABLE = re.compile(r"[a-zA-Z](?:_[0-9a-z])?|\\(?:theta|alpha|beta)")
 #: Digits in groups of three, with commas or spaces, at the start of a value.
-_THOUSANDS = re.compile(r"(?:^|=|[$€£¥₹]) ?[+-]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]| [0-9])")
+_THOUSANDS = re.compile(
+    r"(?:^|=|[$€£¥₹]) ?[+-]?[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9,]| [0-9])"
+)
 
 _BOX = re.compile(r"\\boxed\s{0,9}\{")
 _ANGLE = re.compile(r"(?:m ?)?\\(?:measured)?angle(?![a-zA-Z])")
@@ -188,7 +200,11 @@ def split_matrix(text: str) -> list[list[str]] | None:
 
     `\matrix{1&2;3&4}` → [["1", "2"], ["3", "4"]].
     """
-    if not text.startswith("\\matrix{") or not text.endswith("}") or 0 in depths(text)[len("\\matrix{") : -1]:
+    if (
+        not text.startswith("\\matrix{")
+        or not text.endswith("}")
+        or 0 in depths(text)[len("\\matrix{") : -1]
+    ):
         return None
     rows: list[list[str]] = []
     for row in text[len("\\matrix{") : -1].split(";"):
@@ -206,7 +222,9 @@ def split_equation(text: str) -> tuple[list[str], list[str]]:
     letters = [_DECORATION.sub("", _ANGLE.sub("∠", part)) for part in parts]
     are_names = [len(parts) > 1 and _NAME.fullmatch(name) is not None for name in letters]
     values = [part for part, is_name in zip(parts, are_names, strict=True) if not is_name]
-    return [name.removeprefix("∠") for name, is_name in zip(letters, are_names, strict=True) if is_name], values
+    return [
+        name.removeprefix("∠") for name, is_name in zip(letters, are_names, strict=True) if is_name
+    ], values
 
 
 def split_list(text: str) -> tuple[str, list[str]]:
@@ -232,7 +250,11 @@ def split_union(text: str) -> list[str]:
     Return the text alone if it is no union.
     """
     sets = [part.strip() for part in text.split("\\cup")]
-    return sets if all(part[:1] in ("(", "[", "\\") and part[-1:] in (")", "]", "}") for part in sets) else [text]
+    return (
+        sets
+        if all(part[:1] in ("(", "[", "\\") and part[-1:] in (")", "]", "}") for part in sets)
+        else [text]
+    )
 
 
 def split_inequality(text: str) -> tuple[str, str] | None:
@@ -258,7 +280,10 @@ def split_inequality(text: str) -> tuple[str, str] | None:
     # A variable that is also in a bound, x < 2x, is no interval.
     if not low or not high or variable in re.sub(r"\\[a-zA-Z]+", "", low + high):
         return None
-    return variable, f"{'[' if signs[0] == '<=' else '('}{low},{high}{']' if signs[1] == '<=' else ')'}"
+    return (
+        variable,
+        f"{'[' if signs[0] == '<=' else '('}{low},{high}{']' if signs[1] == '<=' else ')'}",
+    )
 
 
 def depths(text: str) -> list[int]:

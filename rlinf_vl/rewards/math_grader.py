@@ -67,15 +67,21 @@ def check_reference(answer: str) -> None:
     """
     reference = _reference(answer)
     if not reference:
-        raise GradingError(f"the reference answer {answer[:80]!r} is empty, too long or in a broken box")
-    for attempt in range(2 if _COSTLY.search(reference) else 0):  # the first may fail on a busy machine
+        raise GradingError(
+            f"the reference answer {answer[:80]!r} is empty, too long or in a broken box"
+        )
+    for attempt in range(
+        2 if _COSTLY.search(reference) else 0
+    ):  # the first may fail on a busy machine
         try:
             # "0+" makes the texts differ; equal ones would be the same without any algebra.
             _same(f"0+{reference}", reference)
             return
         except GradingTimeout as e:
             if attempt:
-                raise GradingTimeout(f"the reference answer {answer[:80]!r} can't be evaluated: {e}") from e
+                raise GradingTimeout(
+                    f"the reference answer {answer[:80]!r} can't be evaluated: {e}"
+                ) from e
 
 
 def stop_grading() -> None:

@@ -13,7 +13,16 @@ from rlinf_vl.rewards.forms import ACCEPTED_CALLS, RewardFunction
 from rlinf_vl.rewards.judge import Judge
 from rlinf_vl.rewards.latex import last_boxed
 from rlinf_vl.rewards.math_grader import MAX_LENGTH, check_reference, math_verdict
-from rlinf_vl.rewards.texts import anls, exact, exact_alnum, format_reward, length, overlong, references, with_truths
+from rlinf_vl.rewards.texts import (
+    anls,
+    exact,
+    exact_alnum,
+    format_reward,
+    length,
+    overlong,
+    references,
+    with_truths,
+)
 
 
 class Named(NamedTuple):
@@ -44,7 +53,11 @@ def math(said: str, answer: str) -> bool:
         return True
     # Retry with the brackets of the reference around a box that has no brackets itself.
     box = last_boxed(said, MAX_LENGTH) if _NUMBERS.fullmatch(answer) else None
-    return box is not None and not re.search(r"[()\[\]]", box) and math_verdict(f"\\boxed{{[{box}]}}", answer)
+    return (
+        box is not None
+        and not re.search(r"[()\[\]]", box)
+        and math_verdict(f"\\boxed{{[{box}]}}", answer)
+    )
 
 
 #: A list of three numbers or more, as data sets write it: "[1, 2.5, -3]".
@@ -64,7 +77,9 @@ NAMED: dict[str, Named] = {
 }
 
 
-def named_function(name: str, kwargs: Mapping[str, Any], hosts: Sequence[str] = ()) -> tuple[RewardFunction, bool]:
+def named_function(
+    name: str, kwargs: Mapping[str, Any], hosts: Sequence[str] = ()
+) -> tuple[RewardFunction, bool]:
     """Return a built-in function with its keywords, and whether it judges answers.
 
     Args:
@@ -87,7 +102,9 @@ def named_function(name: str, kwargs: Mapping[str, Any], hosts: Sequence[str] = 
         try:
             return RewardFunction(named.function(**kwargs, hosts=hosts), name, {}), named.judges
         except (TypeError, ValueError) as error:
-            raise CodeError(f"{name!r}: {error}; kwargs are {inspect.signature(named.function)}") from error
+            raise CodeError(
+                f"{name!r}: {error}; kwargs are {inspect.signature(named.function)}"
+            ) from error
     function = RewardFunction(named.function, name, kwargs)
     for missing_key in function.needed() - kwargs.keys():
         raise CodeError(f"{name!r} needs kwargs: {{{missing_key}: …}}")

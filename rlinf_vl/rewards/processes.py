@@ -71,7 +71,12 @@ class ProcessPool:
         files: `runner.code_files`.
     """
 
-    def __init__(self, functions: Sequence[tuple[str, Mapping[str, Any]]], files: Mapping[str, str], limits: Limits):
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, Mapping[str, Any]]],
+        files: Mapping[str, str],
+        limits: Limits,
+    ):
         self._setup = pickle.dumps((list(functions), dict(files), limits))
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.processes, thread_name_prefix="reward process")
@@ -82,7 +87,13 @@ class ProcessPool:
         _pools.add(self)
 
     def submit(
-        self, function: int, problem: Problem, answers: Sequence[Answer], *, images: bool, together: bool
+        self,
+        function: int,
+        problem: Problem,
+        answers: Sequence[Answer],
+        *,
+        images: bool,
+        together: bool,
     ) -> "list[Future[Result]]":
         """Start to score answers; return the future of each.
 
@@ -100,7 +111,9 @@ class ProcessPool:
         futures: list[Future[Result]] = [Future() for _ in answers]
         for start, job in enumerate(jobs):
             job_futures = futures if together else futures[start : start + 1]
-            self._threads.submit(self._run, pickle.dumps((function, problem, list(job))), job_futures)
+            self._threads.submit(
+                self._run, pickle.dumps((function, problem, list(job))), job_futures
+            )
         return futures
 
     def close(self) -> None:
@@ -182,7 +195,10 @@ class _Process:
             pass
         if first_reply != b"ready":
             self.end()
-            raise RuntimeError(f"the process of reward functions doesn't start: {first_reply.decode(errors='replace')}")
+            raise RuntimeError(
+                "the process of reward functions doesn't start: "
+                f"{first_reply.decode(errors='replace')}"
+            )
 
     def call(self, request: bytes, limits: Limits) -> list[Result | Exception]:
         """Return the reply to each answer of a request.
@@ -201,13 +217,16 @@ class _Process:
         except (EOFError, OSError, ValueError):
             self.end()
             raise GradingError(
-                f"its process ended with {_status(self._process.returncode)} after {time.monotonic() - begin:.1f} s"
+                f"its process ended with {_status(self._process.returncode)} after "
+                f"{time.monotonic() - begin:.1f} s"
             ) from None
         for error_text, trace in tracebacks.items():
             self._show_once(error_text, trace)
         if any(isinstance(reply, str) and reply.startswith("MemoryError") for reply in replies):
             self.end()  # the function may still hold the memory
-        return [GradingError(reply) if isinstance(reply, str) else Result(*reply) for reply in replies]
+        return [
+            GradingError(reply) if isinstance(reply, str) else Result(*reply) for reply in replies
+        ]
 
     def end(self) -> None:
         """Kill the process, and all processes that the function started."""
@@ -223,7 +242,11 @@ class _Process:
 def _status(code: int | None) -> str:
     """Return the words for an exit code; a negative one is a signal."""
     if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"signal {-code}"
+        return (
+            f"signal {signal.Signals(-code).name}"
+            if -code in set(signal.Signals)
+            else f"signal {-code}"
+        )
     return f"exit status {code}"
 
 
@@ -288,4 +311,6 @@ def _limit_time(timeout_s: float) -> None:
     """Bound the processor time of the next call, in case that the parent died and can't end it."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     max_s = int(time.process_time() + (timeout_s + ORPHAN_S) * (os.cpu_count() or 1))
-    resource.setrlimit(resource.RLIMIT_CPU, (max_s if hard == resource.RLIM_INFINITY else min(max_s, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (max_s if hard == resource.RLIM_INFINITY else min(max_s, hard), hard)
+    )

@@ -67,7 +67,11 @@ class Scorer:
     """The reward functions of a run. `close` ends their processes and may be called twice."""
 
     def __init__(
-        self, parts: Sequence[Part], reward_max: float, reward_min: float, close: Callable[[], None] = lambda: None
+        self,
+        parts: Sequence[Part],
+        reward_max: float,
+        reward_min: float,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self.parts = parts
         self.close = close
@@ -97,7 +101,9 @@ class Scorer:
             GradingError: a function reached no verdict.
             RuntimeError: there is no score.
         """
-        score = self._combine([part.begin(problem, [Answer(response, response)])[0] for part in self.parts])
+        score = self._combine(
+            [part.begin(problem, [Answer(response, response)])[0] for part in self.parts]
+        )
         if score.fault:
             raise RuntimeError(score.fault)
         if score.ungraded:
@@ -123,7 +129,9 @@ class Scorer:
                 correct = result.correct
             elif correct is None and part.judges and result.value is not None:
                 correct = result.value >= RIGHT
-        return Score(self._min + (self._max - self._min) * total, parts, bool(correct), tuple(ungraded))
+        return Score(
+            self._min + (self._max - self._min) * total, parts, bool(correct), tuple(ungraded)
+        )
 
 
 def make_scorer(
@@ -149,7 +157,9 @@ def make_scorer(
         CodeError, ValueError: a function does not exist, or can't be called.
     """
     user_functions = [
-        (entry["function"], entry.get("kwargs") or {}) for entry in functions if is_code(entry["function"])
+        (entry["function"], entry.get("kwargs") or {})
+        for entry in functions
+        if is_code(entry["function"])
     ]
     pool = ProcessPool(user_functions, files, limits)
     function_numbers = count()  # positions in `user_functions`
@@ -187,7 +197,11 @@ def make_scorer(
 
 
 def _begin(
-    threads: ThreadPoolExecutor, function: RewardFunction, task_size: int, problem: Problem, answers: Sequence[Answer]
+    threads: ThreadPoolExecutor,
+    function: RewardFunction,
+    task_size: int,
+    problem: Problem,
+    answers: Sequence[Answer],
 ) -> "list[Future[Result]]":
     """Start to score the answers in threads, `task_size` of them one after the other in a task."""
     futures: list[Future[Result]] = [Future() for _ in answers]
@@ -199,7 +213,9 @@ def _begin(
                 continue
             try:
                 (result,) = function.results(problem, [answer], 0.0)
-            except BaseException as error:  # an uncaught one would leave the future waiting for ever
+            except (
+                BaseException
+            ) as error:  # an uncaught one would leave the future waiting for ever
                 result = error
             if isinstance(result, BaseException):
                 future.set_exception(result)

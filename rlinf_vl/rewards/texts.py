@@ -35,7 +35,11 @@ def references(answer: str, answers: Any = None) -> list[str]:
     """
     texts = answers
     for text in (answers, answer):
-        if isinstance(text, str) and text.lstrip().startswith('["') and (texts is None or text is answers):
+        if (
+            isinstance(text, str)
+            and text.lstrip().startswith('["')
+            and (texts is None or text is answers)
+        ):
             with suppress(ValueError):  # no JSON: compare the text as it is
                 texts = json.loads(text)
     if isinstance(texts, Sequence) and not isinstance(texts, str) and texts:
@@ -148,7 +152,9 @@ def format_reward(response: str, *, tags: Sequence[str] | None = None, box: bool
     return boxed is not None and bool(boxed.strip())
 
 
-def length(response: str, *, response_tokens: int, tokens: int, alpha: float = 0.0003, delta: float = 0.5) -> float:
+def length(
+    response: str, *, response_tokens: int, tokens: int, alpha: float = 0.0003, delta: float = 0.5
+) -> float:
     """Return clip(α · (tokens − n) + δ, 0, 1) for a response of n tokens.
 
     That is δ at the budget of `tokens`, more below and less beyond it: LCPO-Max in Aggarwal and

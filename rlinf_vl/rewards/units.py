@@ -53,7 +53,9 @@ _TAIL = re.compile(
 )
 _TOKEN = re.compile(rf"(/|\bper\b)|({_WORD})\.?(?: ?\^ ?\{{? ?(-?[1-4]) ?\}}?)?")
 _PRODUCT = re.compile(r"\\cdot|\\times|\*")
-_QUOTIENT = re.compile(r"\\frac ?\{ ?([^{}0-9]{1,20}) ?\} ?\{ ?([A-Za-zµΩ ]{1,20}(?:\^ ?\{?[1-4]\}?)?) ?\}$")
+_QUOTIENT = re.compile(
+    r"\\frac ?\{ ?([^{}0-9]{1,20}) ?\} ?\{ ?([A-Za-zµΩ ]{1,20}(?:\^ ?\{?[1-4]\}?)?) ?\}$"
+)
 _CURRENCY = re.compile(r"([+-]?) ?(?:US ?)?([$€£¥₹]) ?([+-]?)(?=[0-9.\\(])")
 _PRIMES = re.compile(r"(?<=[0-9])(?:'{1,2}|\")$")
 _TEMPERATURE = re.compile(r" ?\^\\circ ?(C|F|Celsius|Fahrenheit)$")
@@ -99,13 +101,17 @@ def split_unit(text: str) -> tuple[str, str | None]:
     if text.endswith("^\\circ"):
         return text.removesuffix("^\\circ").strip(), "degree"
     if match := _PRIMES.search(text):  # feet and inches, or minutes and seconds
-        return text[: match.start()], "double prime" if len(match[0]) > 1 or match[0] == '"' else "prime"
+        return text[: match.start()], "double prime" if len(match[0]) > 1 or match[
+            0
+        ] == '"' else "prime"
     if match := _TEMPERATURE.search(text):
         return text[: match.start()].strip(), "celsius" if match[1][0] == "C" else "fahrenheit"
     if match := _CURRENCY.match(text):
         return match[1] + match[3] + text[match.end() :], _SYMBOLS[match[2]]
     head, tail = text[:-_MAX_TAIL], text[-_MAX_TAIL:]
-    match = _TAIL.search(_QUOTIENT.sub(lambda quotient: f" {quotient[1].strip()}/{quotient[2].strip()}", tail))
+    match = _TAIL.search(
+        _QUOTIENT.sub(lambda quotient: f" {quotient[1].strip()}/{quotient[2].strip()}", tail)
+    )
     if match is None:
         return text, None
     tail = match.string
@@ -116,7 +122,11 @@ def split_unit(text: str) -> tuple[str, str | None]:
     powers = _powers(unit_text)
     # A single letter right behind a value, 6t, may be a factor; behind a space it is a unit.
     is_single = len(unit_text) == 1 and unit_text.isalpha() and unit_text not in "µΩ"
-    if powers is not None and not (is_attached and is_single) and (_is_numeric(value) or not is_single):
+    if (
+        powers is not None
+        and not (is_attached and is_single)
+        and (_is_numeric(value) or not is_single)
+    ):
         return value, _canonical(powers)
     # No known unit: words after a number may be things that were counted, as in "5 apples".
     nouns = unit_text.split()
@@ -166,7 +176,9 @@ def _unit(word: str) -> dict[str, int] | None:
         return {"": 1}
     if word.lower() in _COMPOUNDS:
         return _COMPOUNDS[word.lower()]
-    names = [word] if len(word) < 3 else [word, word.lower(), _singular(word), _singular(word.lower())]
+    names = (
+        [word] if len(word) < 3 else [word, word.lower(), _singular(word), _singular(word.lower())]
+    )
     names += ["lb"] if word == "lbs" else ["h"] if word == "hrs" else []
     return next(({_SYMBOLS[name]: 1} for name in names if name in _SYMBOLS), None)
 

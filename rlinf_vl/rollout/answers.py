@@ -69,7 +69,9 @@ class Answers:
             answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         return answers
 
-    async def draw(self, episode: Episode, played: Played, request: Request, answer: Answer, sample_index: int) -> str:
+    async def draw(
+        self, episode: Episode, played: Played, request: Request, answer: Answer, sample_index: int
+    ) -> str:
         """Wait for an answer, add it to the trajectory, and return its text after the thoughts.
 
         Args:
@@ -88,7 +90,9 @@ class Answers:
                 raise RolloutFault(f"{ENGINE_FAULT}: it gave up on this sample")
             piece_request = None
             if self.budget and len(sample.ids):
-                piece_request = self.budget.next_piece(request, played.answer, seed, episode.session)
+                piece_request = self.budget.next_piece(
+                    request, played.answer, seed, episode.session
+                )
             if piece_request is not None:
                 # Further pieces differ between samples, so each has a request of its own.
                 (answer,), sample_index = self._submit([piece_request]), 0

@@ -63,7 +63,9 @@ class Calls:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def make(self, function: Callable, *arguments: Any, on_begin: Callable[[Future], None]) -> Any:
+    async def make(
+        self, function: Callable, *arguments: Any, on_begin: Callable[[Future], None]
+    ) -> Any:
         """Call a function or coroutine function and return its result.
 
         Args:
@@ -123,8 +125,12 @@ class Calls:
             with self._lock:
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
-                    threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-                return asyncio.run_coroutine_threadsafe(self._in_time(function(*arguments)), self._loop)
+                    threading.Thread(
+                        target=self._loop.run_forever, name="environments", daemon=True
+                    ).start()
+                return asyncio.run_coroutine_threadsafe(
+                    self._in_time(function(*arguments)), self._loop
+                )
         future: Future = Future()
         future.set_running_or_notify_cancel()
         with self._lock:

@@ -61,7 +61,9 @@ MAX_HUNG_CALLS = 2
 #: Seconds beyond which a call is reported as slow.
 SLOW_S = 1.0
 #: The problem that is played if no data is given.
-_PROBLEM = Problem("check-env", ({"role": "user", "content": [{"type": "text", "text": "What is 6 × 7?"}]},), "42")
+_PROBLEM = Problem(
+    "check-env", ({"role": "user", "content": [{"type": "text", "text": "What is 6 × 7?"}]},), "42"
+)
 
 
 class Hung(Exception):
@@ -137,20 +139,27 @@ class Check:
             reference = rf"\boxed{{{problem.answer}}}"
             policies.append(("the reference answer", lambda _, answer=reference: answer))
             for _ in range(RANDOM_EPISODES):
-                policies.append(("words of its own messages", lambda text: random_answer(text, rng)))
+                policies.append(
+                    ("words of its own messages", lambda text: random_answer(text, rng))
+                )
             for _ in range(RANDOM_EPISODES // 2):
                 policies.append(("calls of its own tools", lambda text: random_call(text, rng)))
             for kind, policy in policies:
                 if self.hung >= MAX_HUNG_CALLS or time.monotonic() - start_time > MAX_SECONDS:
-                    self.notes.append(f"stopped after {MAX_HUNG_CALLS} calls that hung, or {MAX_SECONDS:.0f} s")
+                    self.notes.append(
+                        f"stopped after {MAX_HUNG_CALLS} calls that hung, or {MAX_SECONDS:.0f} s"
+                    )
                     break
                 self.play_episode(problem, kind, policy, rng.getrandbits(63))
         if self.turns and not self.endings[True]:
             self.add_problem(
-                f"no episode was done within {MAX_TURNS} turns: say done=True at last, or set rollout.max_turns"
+                f"no episode was done within {MAX_TURNS} turns: say done=True at last, or set "
+                "rollout.max_turns"
             )
 
-    def play_episode(self, problem: Problem, kind: str, policy: Callable[[str], str], seed: int) -> None:
+    def play_episode(
+        self, problem: Problem, kind: str, policy: Callable[[str], str], seed: int
+    ) -> None:
         """Play an episode until it is done, take one more step, and close the environment.
 
         Args:
@@ -189,9 +198,13 @@ class Check:
         """Return a step's reward, with the grade of an answer that is left to reward functions."""
         answer = result.info.get("answer")
         if answer is not None and not problem.answer:
-            self.add_problem(without_reference(self.make.name_of(problem), problem), "", "no answer")
+            self.add_problem(
+                without_reference(self.make.name_of(problem), problem), "", "no answer"
+            )
             return float(result.reward)
-        return float(result.reward) + (0.0 if answer is None else float(self.make.grade(problem, answer)))
+        return float(result.reward) + (
+            0.0 if answer is None else float(self.make.grade(problem, answer))
+        )
 
     def step_after_done(self, env: Env) -> None:
         """Check that an episode that is done stays done; raising is fine, too."""
@@ -200,12 +213,16 @@ class Check:
         except Exception:
             return
         if isinstance(result, StepResult) and not result.done:
-            self.add_problem("step after done returned done=False: an episode that is over stays over, or raises")
+            self.add_problem(
+                "step after done returned done=False: an episode that is over stays over, or raises"
+            )
 
     def start(self, env: Env, problem: Problem) -> str | None:
         """Start the environment; return the text of its messages, or None if that fails."""
         try:
-            return self.messages(self.call("start(problem)", env.start, problem), problem, "start(problem)")
+            return self.messages(
+                self.call("start(problem)", env.start, problem), problem, "start(problem)"
+            )
         except Exception as error:
             return self.add_error("start(problem)", error)
 
@@ -221,10 +238,18 @@ class Check:
             return self.add_error(f"{where} ({shorten(repr(answer), 40)})", error)
         if not isinstance(result, StepResult):
             returned = type(result).__name__
-            self.add_problem(f"step returned {returned}: return StepResult(messages, reward, done, info)", where)
+            self.add_problem(
+                f"step returned {returned}: return StepResult(messages, reward, done, info)", where
+            )
             return None
-        if isinstance(result.reward, (str, bytes)) or not np.isreal(result.reward) or not np.isfinite(result.reward):
-            self.add_problem(f"step gave the reward {result.reward!r}: it must be a finite number", where)
+        if (
+            isinstance(result.reward, (str, bytes))
+            or not np.isreal(result.reward)
+            or not np.isfinite(result.reward)
+        ):
+            self.add_problem(
+                f"step gave the reward {result.reward!r}: it must be a finite number", where
+            )
             return None
         if not isinstance(result.done, (bool, np.bool_)):
             self.add_problem(f"step gave done={result.done!r}: it must be True or False", where)
@@ -233,9 +258,16 @@ class Check:
             self.named.update(f"metric {name}" for name in info["metrics"])
             self.named.update(f"reward part {name}" for name in info["reward_parts"])
             for tool_call in result.info.get("tool_calls", ()):
-                if not isinstance(tool_call, Mapping) or not {"name", "arguments"} <= tool_call.keys():
-                    raise TypeError(f"the tool call {tool_call!r} is no mapping with 'name' and 'arguments'")
-                count = self.tool_calls.setdefault(str(tool_call["name"]) or "malformed calls", ToolCount())
+                if (
+                    not isinstance(tool_call, Mapping)
+                    or not {"name", "arguments"} <= tool_call.keys()
+                ):
+                    raise TypeError(
+                        f"the tool call {tool_call!r} is no mapping with 'name' and 'arguments'"
+                    )
+                count = self.tool_calls.setdefault(
+                    str(tool_call["name"]) or "malformed calls", ToolCount()
+                )
                 count.add(tool_call.get("error"))
         except Exception as error:
             self.add_problem(f"step gave an info that can't be recorded: {error}", where)
@@ -250,10 +282,14 @@ class Check:
                 raise ValueError("there are none: the policy has to be shown something")
             if message_list and message_list[-1]["role"] not in ("user", "tool"):
                 role = message_list[-1]["role"]
-                raise ValueError(f"the last is of role {role!r}: the policy answers 'user' or 'tool'")
+                raise ValueError(
+                    f"the last is of role {role!r}: the policy answers 'user' or 'tool'"
+                )
             images = [decode(image) for image in observe(message_list, problem).images]
         except Exception as error:
-            return self.add_problem(f"messages can't be shown: {error}", where, f"messages {type(error)}")
+            return self.add_problem(
+                f"messages can't be shown: {error}", where, f"messages {type(error)}"
+            )
         self.images_per_turn.append(len(images))
         self.images.update(f"{image.width}×{image.height}" for image in images)
         return "\n".join(texts)
@@ -273,17 +309,23 @@ class Check:
                     self.call("close()", env.close)
             except Exception:  # the episodes report it
                 return
-        is_reproducible, same_for_seed, same_for_group = (start == starts[0] for start in starts[1:])
+        is_reproducible, same_for_seed, same_for_group = (
+            start == starts[0] for start in starts[1:]
+        )
         if not is_reproducible:
             self.add_problem(
-                "start(problem) says something else for equal seeds: draw what is random from the keywords seed and group_seed"
+                "start(problem) says something else for equal seeds: draw what is random from the "
+                "keywords seed and group_seed"
             )
         elif not same_for_seed:
             self.notes.append(
-                "episodes of a group begin differently, so that they share no prompt: draw from group_seed"
+                "episodes of a group begin differently, so that they share no prompt: draw from "
+                "group_seed"
             )
         else:
-            self.notes.append(f"the start {'does not depend' if same_for_group else 'depends'} on group_seed")
+            self.notes.append(
+                f"the start {'does not depend' if same_for_group else 'depends'} on group_seed"
+            )
 
     def check_closing(self, problem: Problem) -> None:
         """Close an environment without a start, and another one twice; neither may raise."""
@@ -308,11 +350,15 @@ class Check:
         """Record an error as a problem, with the line of the environment's file that raised it."""
         if not isinstance(error, Hung):
             frames = traceback.extract_tb(error.__traceback__)
-            frame = next((frame for frame in reversed(frames) if frame.filename == self.file), frames[-1])
+            frame = next(
+                (frame for frame in reversed(frames) if frame.filename == self.file), frames[-1]
+            )
             raised = f"{type(error).__name__}: {shorten(str(error), 200)}"
             method = where.partition(" with ")[0] or "the constructor"
             line = f"({frame.filename}, line {frame.lineno})"
-            self.add_problem(f"{method} raised {raised} {line}", where, f"{method} {type(error)} {line}")
+            self.add_problem(
+                f"{method} raised {raised} {line}", where, f"{method} {type(error)} {line}"
+            )
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function or coroutine function with the time limit, and return its result.
@@ -326,7 +372,9 @@ class Check:
         except (TimeoutError, CallTimeout) as error:
             if isinstance(error, TimeoutError) and call.done():  # raised by the environment
                 raise
-            self.add_problem(f"{name} did not return within {self.limit_s:g} s (rollout.turn_timeout)")
+            self.add_problem(
+                f"{name} did not return within {self.limit_s:g} s (rollout.turn_timeout)"
+            )
             self.hung += 1
             raise Hung from None
         finally:
@@ -341,7 +389,9 @@ class Check:
             yield f"turns of an episode: {min(turns)} to {max(turns)}; {self.endings[False]} were not done after {MAX_TURNS}"
             yield f"reward of an episode: {min(rewards):g} to {max(rewards):g}, mean {statistics.fmean(rewards):.3g}"
         if self.images_per_turn:
-            sizes = ", ".join(f"{size} ({n} times)" for size, n in self.images.most_common(5)) or "none"
+            sizes = (
+                ", ".join(f"{size} ({n} times)" for size, n in self.images.most_common(5)) or "none"
+            )
             yield f"images a turn: {min(self.images_per_turn)} to {max(self.images_per_turn)}; sizes: {sizes}"
         if self.named:
             yield f"recorded: {', '.join(f'{name} ({n} times)' for name, n in self.named.most_common(20))}"
@@ -351,7 +401,9 @@ class Check:
         yield from dict.fromkeys(self.notes)
         slowest = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.seconds.items())
         yield f"slowest calls: {slowest}"
-        if slow := [name for name, seconds in self.seconds.items() if SLOW_S < seconds < self.limit_s]:
+        if slow := [
+            name for name, seconds in self.seconds.items() if SLOW_S < seconds < self.limit_s
+        ]:
             yield f"slow: {', '.join(slow)} took over {SLOW_S:g} s; a step of training waits for its slowest episode"
         if not turns:
             yield "no episode was played to its end; if it is made for rows of a data set, give some with --data FILE"
@@ -362,17 +414,27 @@ class Check:
 
 def _texts(message: Any) -> Iterator[str]:
     """Yield the texts of a message. Raises TypeError if it is malformed."""
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES or "content" not in message:
-        raise TypeError(f"{shorten(repr(message))} is no message with a role ({', '.join(ROLES)}) and content")
+    if (
+        not isinstance(message, Mapping)
+        or message.get("role") not in ROLES
+        or "content" not in message
+    ):
+        raise TypeError(
+            f"{shorten(repr(message))} is no message with a role ({', '.join(ROLES)}) and content"
+        )
     content = message["content"]
     if not isinstance(content, (str, list, tuple)):
-        raise TypeError(f"the content {shorten(repr(content))} is neither a text nor a list of parts")
+        raise TypeError(
+            f"the content {shorten(repr(content))} is neither a text nor a list of parts"
+        )
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"]
         elif kind not in ("image", "image_url") or kind not in part:
-            raise TypeError(f"the content part {shorten(repr(part))} is neither a text nor an image")
+            raise TypeError(
+                f"the content part {shorten(repr(part))} is neither a text nor an image"
+            )
 
 
 def random_answer(text: str, rng: random.Random) -> str:
@@ -462,7 +524,9 @@ def random_call(text: str, rng: random.Random) -> str:
     keys = re.findall(r'"(\w+)": ?{"type"', text) or words
     arguments: dict[str, Any] = {}
     for key in rng.sample(keys, min(len(keys), rng.randint(0, 4))):
-        arguments[key] = rng.choice([rng.randint(-9, 99), rng.random(), rng.choice(words), [1, 2], None])
+        arguments[key] = rng.choice(
+            [rng.randint(-9, 99), rng.random(), rng.choice(words), [1, 2], None]
+        )
     return f"<tool_call>\n{json.dumps({'name': rng.choice(tools), 'arguments': arguments})}\n</tool_call>"
 
 
@@ -472,7 +536,9 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the environment or the data can't be loaded.
     """
-    kwargs, form = parsed_overrides(arguments.overrides, "a keyword of the environment's constructor")
+    kwargs, form = parsed_overrides(
+        arguments.overrides, "a keyword of the environment's constructor"
+    )
     try:
         kwargs = with_texts(kwargs)
         env_class = load_env_class(arguments.env_class, {})
@@ -480,7 +546,11 @@ def main(arguments: argparse.Namespace) -> int:
         errors = errors or [f"data.{name}: no such key here" for name in form.keys() - FORM_KEYS]
         if errors:
             raise ConfigError(*errors)
-        problems = [_PROBLEM] if arguments.data is None else problems_of(arguments.data, form, MAX_PROBLEMS)
+        problems = (
+            [_PROBLEM]
+            if arguments.data is None
+            else problems_of(arguments.data, form, MAX_PROBLEMS)
+        )
     except (CodeError, RowError) as error:
         raise ConfigError(str(error)) from error
     make = EnvMaker(arguments.env_class, kwargs, {}, _contains_answer, 1.0, 0.0)
@@ -496,7 +566,9 @@ def main(arguments: argparse.Namespace) -> int:
 FORM_KEYS = {key.name for key in fields(RowFormat)}
 
 
-def parsed_overrides(overrides: Sequence[str], meaning: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def parsed_overrides(
+    overrides: Sequence[str], meaning: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse arguments `key=value`.
 
     Args:
@@ -543,7 +615,9 @@ def problems_of(path: str, form: dict[str, Any], limit: int) -> list[Problem]:
         row_format = RowFormat(**form)
         if row_format.for_columns(columns).format == "rlinf":
             # Unlike a run, a check reads rows without images.
-            form.setdefault("image_keys", [name for name in row_format.image_keys if name in columns])
+            form.setdefault(
+                "image_keys", [name for name in row_format.image_keys if name in columns]
+            )
         dataset = ProblemDataset([path], "train", RowFormat(**form))
     except ValueError as error:
         raise ConfigError(f"--data: {error}") from error

@@ -50,7 +50,14 @@ OTHERS = HOSTILE | {
     "every letter": "A B C D (A) (B) (C) (D)",
 }
 #: The kinds that are no answer at all: to reward one like a right answer breaks the contract.
-NO_ANSWERS = {EMPTY, "blanks", "100,000 characters", "control tokens", "I don't know", "odd characters"}
+NO_ANSWERS = {
+    EMPTY,
+    "blanks",
+    "100,000 characters",
+    "control tokens",
+    "I don't know",
+    "odd characters",
+}
 #: A function is a grader if its scores of right and wrong answers differ by more than this share of
 #: the range of all its scores.
 GRADER_SHARE = 0.1
@@ -66,7 +73,14 @@ MEMORY_GB = 4.0
 def _sample(row_id: str, question: str, answer: str, **columns: Any) -> Problem:
     message = {"role": "user", "content": [{"type": "text", "text": question}]}
     picture = np.zeros((240, 320, 3), np.uint8)
-    return Problem(row_id, (message,), answer, (to_image_ref(Image.fromarray(picture), root=None),), None, columns)
+    return Problem(
+        row_id,
+        (message,),
+        answer,
+        (to_image_ref(Image.fromarray(picture), root=None),),
+        None,
+        columns,
+    )
 
 
 def samples(name: str) -> list[Problem]:
@@ -78,7 +92,10 @@ def samples(name: str) -> list[Problem]:
         return [_sample("sample:0", "Where is the cat?", "[20, 30, 120, 130]")]
     if name in ("exact", "exact_alnum", "anls"):
         return [_sample("sample:0", "Which colour is it?", "dark blue")]
-    return [_sample("sample:0", "What is 6 × 7?", "42"), _sample("sample:1", "What is half of 7?", "3.5")]
+    return [
+        _sample("sample:0", "What is 6 × 7?", "42"),
+        _sample("sample:1", "What is half of 7?", "3.5"),
+    ]
 
 
 @dataclass
@@ -143,7 +160,9 @@ class RewardCheck:
         else:
             value = outcome.value
             if outcome.correct is not None or value is not None:
-                is_right = outcome.correct if outcome.correct is not None else (value or 0.0) >= RIGHT
+                is_right = (
+                    outcome.correct if outcome.correct is not None else (value or 0.0) >= RIGHT
+                )
                 self.correct.setdefault(kind, []).append(is_right)
         self.paid.setdefault(kind, []).append(value)
 
@@ -157,9 +176,9 @@ class RewardCheck:
             if isinstance(outcome, Exception):
                 if kind not in self.failures:
                     reason = f"{type(outcome).__name__}: {outcome}"
-                    self.problems.setdefault(f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", []).append(
-                        kind
-                    )
+                    self.problems.setdefault(
+                        f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", []
+                    ).append(kind)
             # The wrong answer was another row's before, so its score may differ.
             elif kind not in self.failures and kind != WRONG and outcome.value != score_alone:
                 self.notes.append(
@@ -174,7 +193,9 @@ class RewardCheck:
         kind = "right, boxed"
         (outcome,) = self.score(replace(problem, columns={}), [answers_to(problem, "")[kind]], kind)
         if isinstance(outcome, Exception) and kind not in self.failures:
-            self.notes.append(f"without the row's other columns there is no score: {shorten(str(outcome), 160)}")
+            self.notes.append(
+                f"without the row's other columns there is no score: {shorten(str(outcome), 160)}"
+            )
 
     def judge(self) -> None:
         """Compare the scores of kinds of answers; record what they say of the function."""
@@ -206,12 +227,14 @@ class RewardCheck:
                 self.problems.setdefault(problem, []).append(kind)
             elif is_paid:
                 self.notes.append(
-                    f"it pays {max(kind_scores):g} for {kind!r}, as for a right answer: a policy would find that"
+                    f"it pays {max(kind_scores):g} for {kind!r}, as for a right answer: a policy "
+                    "would find that"
                 )
         underpaid = [kind for kind in RIGHT_FORMS if self._mean(kind) < right]
         if underpaid:
             self.notes.append(
-                f"it pays less for {', '.join(map(repr, underpaid))}: ask for the form that it reads in data.prompt_suffix"
+                f"it pays less for {', '.join(map(repr, underpaid))}: ask for the form that it "
+                "reads in data.prompt_suffix"
             )
 
     def _mean(self, kind: str) -> float:
@@ -279,10 +302,21 @@ def main(arguments: argparse.Namespace) -> int:
         bounds, rows = (1.0, 0.0), samples(name)
         if arguments.data is not None:
             bounds, rows = rows_of(arguments.data, form)
-        hosts = [urlsplit(str(kwargs["url"])).hostname or ""] if name == "judge" and "url" in kwargs else []
+        hosts = (
+            [urlsplit(str(kwargs["url"])).hostname or ""]
+            if name == "judge" and "url" in kwargs
+            else []
+        )
         entry = {"function": name, "kwargs": kwargs}
         limits = Limits(arguments.time_limit, MEMORY_GB, PROCESSES)
-        scorer = make_scorer([entry], reward_max=bounds[0], reward_min=bounds[1], files={}, limits=limits, hosts=hosts)
+        scorer = make_scorer(
+            [entry],
+            reward_max=bounds[0],
+            reward_min=bounds[1],
+            files={},
+            limits=limits,
+            hosts=hosts,
+        )
     except (CodeError, RowError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if not rows:
@@ -294,10 +328,13 @@ def main(arguments: argparse.Namespace) -> int:
         scorer.close()
     if bounds != (1.0, 0.0):
         check.notes.append(
-            f"in a run of {arguments.data}, 0 is a reward of {bounds[1]:g}, and 1 is one of {bounds[0]:g}"
+            f"in a run of {arguments.data}, 0 is a reward of {bounds[1]:g}, and 1 is one of "
+            f"{bounds[0]:g}"
         )
     if not is_code(name) and not NAMED[name].judges:
-        check.notes.append("it looks at the form or the length only: name a grader before it in reward.functions")
+        check.notes.append(
+            "it looks at the form or the length only: name a grader before it in reward.functions"
+        )
     print("\n".join(check.report(rows)))
     return 1 if check.problems else 0
 
@@ -309,13 +346,17 @@ def rows_of(data: str, form: dict[str, Any]) -> tuple[tuple[float, float], list[
         ((reward_max_val, reward_min_val), those of the first `MAX_ROWS` rows that have an answer;
         of a data set, the first rows)
     """
-    is_data = data.startswith(HUB_PREFIX) or Path(data).is_dir() or Path(data).suffix in FILE_FORMATS
+    is_data = (
+        data.startswith(HUB_PREFIX) or Path(data).is_dir() or Path(data).suffix in FILE_FORMATS
+    )
     if is_data:
         return (1.0, 0.0), problems_of(data, form, MAX_ROWS)
     config = load_config(data, [f"data.{key}={value}" for key, value in form.items()])
     dataset: ProblemDataset = open_datasets(config.data, ENVIRONMENTS)["train"]
     rows = [dataset[row] for row in range(min(MAX_ROWS, len(dataset)))]
-    return (config.reward.reward_max_val, config.reward.reward_min_val), [row for row in rows if row.answer]
+    return (config.reward.reward_max_val, config.reward.reward_min_val), [
+        row for row in rows if row.answer
+    ]
 
 
 def _answer(text: str) -> Answer:

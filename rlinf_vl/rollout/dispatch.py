@@ -16,7 +16,13 @@ from typing import Generic
 
 from rlinf_vl.rollout.quarantine import Quarantine
 from rlinf_vl.rollout.slot import Slot, W, WorkerDied
-from rlinf_vl.rollout.submission import GroupArrived, GroupsResent, Submission, SubmissionEnded, Task
+from rlinf_vl.rollout.submission import (
+    GroupArrived,
+    GroupsResent,
+    Submission,
+    SubmissionEnded,
+    Task,
+)
 
 #: Tasks in order, each with its submission.
 Work = Sequence[tuple[Submission, Task]]
@@ -85,15 +91,23 @@ class Dispatcher(Generic[W]):
         """Stop sampling these groups, and don't sample them again if their worker dies."""
         self.acknowledge(group_ids)
         for submission in list(self._open):
-            cancelled = (submission.group_ids & set(group_ids)) - submission.arrived - submission.cancelled
+            cancelled = (
+                (submission.group_ids & set(group_ids)) - submission.arrived - submission.cancelled
+            )
             if not cancelled:
                 continue
             submission.cancelled |= cancelled
             removed = {(submission, group_id) for group_id in cancelled}
-            self._unshared = [(s, task) for s, task in self._unshared if (s, task.group_id) not in removed]
+            self._unshared = [
+                (s, task) for s, task in self._unshared if (s, task.group_id) not in removed
+            ]
             for slot in self.slots:
-                slot.queue = deque((s, task) for s, task in slot.queue if (s, task.group_id) not in removed)
-                unanswered = [group_id for group_id in cancelled if slot.forget_group(submission, group_id)]
+                slot.queue = deque(
+                    (s, task) for s, task in slot.queue if (s, task.group_id) not in removed
+                )
+                unanswered = [
+                    group_id for group_id in cancelled if slot.forget_group(submission, group_id)
+                ]
                 if unanswered:
                     slot.worker.cancel(unanswered)
             self._close_if_done(submission)
@@ -155,10 +169,14 @@ class Dispatcher(Generic[W]):
                 submission.events.put(GroupsResent(frozenset(resent)))
             submission.arrived -= resent
             # `extendleft` reverses, so the tasks come first in the queue and in their old order.
-            queue_entries = ((submission, self._quarantine.with_fault(task)) for task in reversed(tasks.values()))
+            queue_entries = (
+                (submission, self._quarantine.with_fault(task)) for task in reversed(tasks.values())
+            )
             slot.queue.extendleft(queue_entries)
         self._queues_empty = False
-        self._holders = {name: holder for name, holder in self._holders.items() if holder is not slot}
+        self._holders = {
+            name: holder for name, holder in self._holders.items() if holder is not slot
+        }
         slot.forget_all()
         return n_lost
 
@@ -226,7 +244,9 @@ class Dispatcher(Generic[W]):
             self._lose(slot, worker, "", str(death))
         except Exception as error:
             self.close(submission, error)
-        slot.streams = {s: owner for s, owner in slot.streams.items() if s is not asyncio.current_task()}
+        slot.streams = {
+            s: owner for s, owner in slot.streams.items() if s is not asyncio.current_task()
+        }
         # The worker has room now; if it is lost, others may do its work.
         self.fill(*([slot] if slot.worker is worker and slot.live else self.slots))
         self._close_if_done(submission)

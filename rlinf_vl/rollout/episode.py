@@ -82,7 +82,9 @@ class Played:
     fault: str | None = None  # "kind: reason" why it failed
     penalized: bool = False  # whether it failed and is trained on with the least reward
 
-    def add(self, request: Request, sample: Sample, processor: Processor, piece: bool = False) -> None:
+    def add(
+        self, request: Request, sample: Sample, processor: Processor, piece: bool = False
+    ) -> None:
         """Add an answer, or (`piece`) a further piece of the last answer.
 
         If the request's prompt extends the last sequence, that sequence is extended. Otherwise the
@@ -101,7 +103,9 @@ class Played:
                 np.copyto(sequence.arrays()[name][: len(last.ids)], array, where=is_known)
         self.sequences.append(sequence)
         start = self.turns.pop().start if piece else len(request.ids)
-        self.turns.append(Turn(len(self.sequences) - 1, start, len(sequence.ids), sample.finish_reason, 0.0))
+        self.turns.append(
+            Turn(len(self.sequences) - 1, start, len(sequence.ids), sample.finish_reason, 0.0)
+        )
 
     def _extends_last(self, sequence: TokenSequence, image_token_id: int) -> bool:
         """Return whether a sequence begins with the whole last one."""
@@ -115,7 +119,9 @@ class Played:
 
         A prefix that several sequences share counts once.
         """
-        no_sample = Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "")
+        no_sample = Sample(
+            np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), ""
+        )
         prompt = TokenSequence.of_sample(request, no_sample)
         n_unchanged = -1 if self._extends_last(prompt, image_token_id) else None
         return distinct_tokens([*self.sequences[:n_unchanged], prompt], image_token_id)
@@ -148,12 +154,16 @@ class Played:
         sampled = self.sequences[turn.sequence].loss_mask[turn.start : turn.end]
         # The environment may have returned another text than the answer's end.
         response = full_text if full_text.endswith(answer_text) else answer_text
-        return Answer(response, answer_text, tuple(self.answer[sampled].tolist()), self.status == "length")
+        return Answer(
+            response, answer_text, tuple(self.answer[sampled].tolist()), self.status == "length"
+        )
 
     def add_score(self, score: Score) -> None:
         """Add the score of reward functions for the last answer to its reward."""
         self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + score.reward)
-        self.parts |= score.parts | ({UNGRADABLE: float(len(score.ungraded))} if score.ungraded else {})
+        self.parts |= score.parts | (
+            {UNGRADABLE: float(len(score.ungraded))} if score.ungraded else {}
+        )
         self.correct, self.ungraded = score.correct, "; ".join(score.ungraded)
 
     def trajectory(self, logprobs: bool, reward_min: float) -> Trajectory:
@@ -167,12 +177,24 @@ class Played:
         if self.fault is not None and self.penalized:
             # Earlier rewards are dropped: the last turn carries the whole reward.
             rewards = [0.0] * (len(self.turns) - 1) + [reward_min]
-            turns = tuple(replace(turn, reward=reward) for turn, reward in zip(self.turns, rewards, strict=True))
+            turns = tuple(
+                replace(turn, reward=reward)
+                for turn, reward in zip(self.turns, rewards, strict=True)
+            )
             return Trajectory(
-                sequences, turns, reward_min, {}, "error", metrics=self.metrics, cuts=self.cuts, penalized=self.fault
+                sequences,
+                turns,
+                reward_min,
+                {},
+                "error",
+                metrics=self.metrics,
+                cuts=self.cuts,
+                penalized=self.fault,
             )
         if self.fault is not None:
-            return Trajectory(sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts)
+            return Trajectory(
+                sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts
+            )
         return Trajectory(
             sequences,
             tuple(self.turns),

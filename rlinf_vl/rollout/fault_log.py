@@ -24,7 +24,11 @@ class FaultLog:
     def add(self, problem_id: str, error: BaseException) -> None:
         """Log an error that ended an episode, as a warning if it is the first of its kind."""
         cause = error.__cause__ or error
-        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_users(frame.filename)]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(cause.__traceback__)
+            if _is_users(frame.filename)
+        ]
         # Without a line of user code, the message without its numbers serves as the kind.
         origin = re.sub(r"\d+", "", str(error))
         if frames:
@@ -33,11 +37,23 @@ class FaultLog:
             log.debug("%s: %s", problem_id, described(error))
             return
         self._logged.add((type(cause), origin))
-        lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
-        trace = "".join([*lines, *traceback.format_exception_only(cause)]).rstrip() if frames else ""
-        log.warning("%s: %s (logged once)%s", problem_id, described(error), f"\n{trace}" if trace else "")
+        lines = (
+            ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+            if frames
+            else []
+        )
+        trace = (
+            "".join([*lines, *traceback.format_exception_only(cause)]).rstrip() if frames else ""
+        )
+        log.warning(
+            "%s: %s (logged once)%s", problem_id, described(error), f"\n{trace}" if trace else ""
+        )
 
 
 def _is_users(filename: str) -> bool:
     """Return whether a file belongs neither to this package nor to a library."""
-    return not filename.startswith((PACKAGE, "<")) and "site-packages" not in filename and "/lib/python" not in filename
+    return (
+        not filename.startswith((PACKAGE, "<"))
+        and "site-packages" not in filename
+        and "/lib/python" not in filename
+    )

@@ -36,7 +36,9 @@ class Observation:
     images: tuple[ImageRef, ...]
 
 
-def observe(messages: Iterable[Message], problem: Problem, corrupted_images: Shown | None = None) -> Observation:
+def observe(
+    messages: Iterable[Message], problem: Problem, corrupted_images: Shown | None = None
+) -> Observation:
     """Convert an environment's messages to an observation.
 
     Args:
@@ -53,8 +55,14 @@ def observe(messages: Iterable[Message], problem: Problem, corrupted_images: Sho
 
     def plain_part(part: Any) -> Any:
         if is_video_part(part):
-            raise ImageError(VIDEO, f"a content part of type {part.get('type', 'video')!r}: {NO_VIDEOS}")
-        if "image" not in part and "image_url" not in part and part.get("type") not in ("image", "image_url"):
+            raise ImageError(
+                VIDEO, f"a content part of type {part.get('type', 'video')!r}: {NO_VIDEOS}"
+            )
+        if (
+            "image" not in part
+            and "image_url" not in part
+            and part.get("type") not in ("image", "image_url")
+        ):
             return part
         value = part.get("image_url", part.get("image"))
         value = value["url"] if isinstance(value, dict) and "url" in value else value

@@ -14,7 +14,9 @@ from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.types import ImageRef, Message
 
 
-def cut(conversation: Observation, fits: Callable[[Observation], bool], roles: Collection[str]) -> Observation | None:
+def cut(
+    conversation: Observation, fits: Callable[[Observation], bool], roles: Collection[str]
+) -> Observation | None:
     """Return the longest end of a conversation that fits, or None if no end fits.
 
     System messages stay whole and in place. The cut lies within a message of one of `roles`, and

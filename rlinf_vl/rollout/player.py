@@ -120,7 +120,9 @@ class Player:
 
     @cached_property
     def _answers(self) -> Answers:
-        return Answers(self.engine, self.renderer, self.processor, self.alive_timeout_s, self.thought_budget)
+        return Answers(
+            self.engine, self.renderer, self.processor, self.alive_timeout_s, self.thought_budget
+        )
 
     @property
     def busy(self) -> BusyTime:
@@ -171,7 +173,9 @@ class Player:
         single = self.make_env.name_of(problem) == SINGLE
         # Only an episode of several requests needs a session.
         has_session = self.max_turns != 1 and not single or self.thought_budget is not None
-        sessions = [f"{problem.id}#{next(self._session_numbers)}" if has_session else "" for _ in seeds]
+        sessions = [
+            f"{problem.id}#{next(self._session_numbers)}" if has_session else "" for _ in seeds
+        ]
         episodes = list(map(Episode, seeds, [group_seed] * len(seeds), sessions))
         opening = Opening(problem, sampling, episodes, trained=trained)
         if corruption is not None:
@@ -212,7 +216,9 @@ class Player:
         Raises:
             EngineDied.
         """
-        answers = iter(self._answers.ask([request for opening in openings for request in opening.requests]))
+        answers = iter(
+            self._answers.ask([request for opening in openings for request in opening.requests])
+        )
         for opening in openings:
             opening.answers += [next(answers) for _ in opening.requests]
 
@@ -222,7 +228,9 @@ class Player:
         Raises:
             EngineDied: all episodes end.
         """
-        plays = [asyncio.ensure_future(self._episode(opening, episode)) for episode in opening.episodes]
+        plays = [
+            asyncio.ensure_future(self._episode(opening, episode)) for episode in opening.episodes
+        ]
         try:
             played = await asyncio.gather(*plays)
             to_score = [p for p in played if p.fault is None and p.answer_to_score is not None]
@@ -236,7 +244,9 @@ class Player:
             trajectory = episode_played.trajectory(self.return_logprobs, self.reward_min)
             corrupted_images = episode.corrupted_images
             # Trained on the original images, whatever the policy saw.
-            trajectories.append(corrupted_images.undone(trajectory) if corrupted_images else trajectory)
+            trajectories.append(
+                corrupted_images.undone(trajectory) if corrupted_images else trajectory
+            )
         # The prefix that all sequences share lies within the first prompts.
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
         lengths = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
@@ -257,7 +267,9 @@ class Player:
         """Score the answers that environments have left to the run's reward functions."""
         if not played:
             return
-        assert self.score is not None, "an environment leaves its answer to reward functions, and there are none"
+        assert self.score is not None, (
+            "an environment leaves its answer to reward functions, and there are none"
+        )
         answers = [p.scorable_answer(self.processor) for p in played]
         for trajectory, score in zip(played, await self.score(problem, answers), strict=True):
             for reason in score.ungraded:
@@ -289,9 +301,13 @@ class Player:
             raise
         except Exception as error:
             if isinstance(error, CallTimeout):
-                error = self._fault(opening.problem, f"did not answer within {self.calls.timeout_s:g} s")
+                error = self._fault(
+                    opening.problem, f"did not answer within {self.calls.timeout_s:g} s"
+                )
             self._faults.add(opening.problem.id, error)
-            played.fault = str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
+            played.fault = (
+                str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
+            )
             environment_failed = played.fault.startswith(f"{ENVIRONMENT_FAULT}: ")
             # Without a turn there is no token to train on.
             can_train = opening.trained and environment_failed and bool(played.turns)
@@ -325,7 +341,9 @@ class Player:
                 reply = await self._answers.draw(episode, played, request, answer, sample_index)
             except (RowError, ImageError) as error:
                 # An unusable image of the row is the row's fault; any other is the environment's.
-                if {image.hash for image in request.images} <= {image.hash for image in problem.images}:
+                if {image.hash for image in request.images} <= {
+                    image.hash for image in problem.images
+                }:
                     raise
                 raise self._fault(problem, f"shows an image that can't be used: {error}") from error
             result, following = await self._step(episode, reply, problem, played, request)
@@ -352,10 +370,14 @@ class Player:
         assert episode.stage is not None
         first_observation = partial(self._observe_start, problem, episode.corrupted_images)
         try:
-            await episode.stage.make(lambda: self.make_env(problem, episode.seed, episode.group_seed))
+            await episode.stage.make(
+                lambda: self.make_env(problem, episode.seed, episode.group_seed)
+            )
             return await episode.stage.ask("start", problem, first_observation)
         except CallTimeout as error:
-            raise self._fault(problem, f"did not start within {self.calls.timeout_s:g} s") from error
+            raise self._fault(
+                problem, f"did not start within {self.calls.timeout_s:g} s"
+            ) from error
         except RowError:
             raise
         except Exception as error:
@@ -394,16 +416,26 @@ class Player:
         """
         shared_requests: list[_SharedRequest] = []
         for episode in episodes:
-            if episode.starting is None or episode.starting.cancelled() or episode.starting.exception():
+            if (
+                episode.starting is None
+                or episode.starting.cancelled()
+                or episode.starting.exception()
+            ):
                 continue
             observation = episode.starting.result()
             try:
-                equal = (shared for shared in shared_requests if shared.messages == observation.messages)
+                equal = (
+                    shared for shared in shared_requests if shared.messages == observation.messages
+                )
                 shared_request = next(equal, None)
                 if shared_request is None:
                     with span("prepare"):
-                        request, visible = self._first_request(opening.problem, observation, opening.sampling)
-                    shared_request = _SharedRequest(observation.messages, len(opening.requests), visible)
+                        request, visible = self._first_request(
+                            opening.problem, observation, opening.sampling
+                        )
+                    shared_request = _SharedRequest(
+                        observation.messages, len(opening.requests), visible
+                    )
                     opening.requests.append(request)
                     shared_requests.append(shared_request)
             except Exception as error:
@@ -414,7 +446,9 @@ class Player:
             request = opening.requests[index]
             episode.request_index, episode.sample_index = index, len(request.seeds)
             sessions = (*request.sessions, episode.session) if episode.session else ()
-            opening.requests[index] = replace(request, seeds=(*request.seeds, episode.seed), sessions=sessions)
+            opening.requests[index] = replace(
+                request, seeds=(*request.seeds, episode.seed), sessions=sessions
+            )
 
     async def _step(
         self, episode: Episode, answer: str, problem: Problem, played: Played, request: Request
@@ -439,7 +473,9 @@ class Player:
             try:
                 observation = observe(result.messages, problem, episode.corrupted_images)
             except Exception as error:
-                raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
+                raise self._fault(
+                    problem, f"answered what can't follow: {described(error)}"
+                ) from error
             try:
                 return result, self._next_request(problem, episode, played, request, observation)
             except Exception as error:

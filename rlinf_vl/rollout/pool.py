@@ -149,10 +149,14 @@ async def answer(reference: ray.ObjectRef) -> Any:
             raise WorkerDied(str(error.cause)) from error
         if isinstance(error.cause, ObjectLostError):
             # Workers get nothing but weights through the object store.
-            raise ActorsLost(f"weights are lost on their way to a rollout worker: {error.cause}") from error
+            raise ActorsLost(
+                f"weights are lost on their way to a rollout worker: {error.cause}"
+            ) from error
         raise
     except RayError as error:
-        raise WorkerDied(cause_of(error), in_constructor=getattr(error, "actor_init_failed", False)) from error
+        raise WorkerDied(
+            cause_of(error), in_constructor=getattr(error, "actor_init_failed", False)
+        ) from error
 
 
 class RolloutPool:
@@ -182,7 +186,11 @@ class RolloutPool:
             # The seat decides how many GPUs the engine has.
             rollout = replace(config.rollout, tensor_parallel_size=seat.slots)
             actor = RolloutWorker.options(**seat.options).remote(
-                replace(config, rollout=rollout), model_path, reservation.device, number, seat.shared
+                replace(config, rollout=rollout),
+                model_path,
+                reservation.device,
+                number,
+                seat.shared,
             )
             return _RayWorker(actor, config.runner.heartbeat_timeout)
 
@@ -193,7 +201,9 @@ class RolloutPool:
         self._reported_waits: set[int] = set()  # workers whose wait for a node was reported
         runner, rollout = config.runner, config.rollout
         # With these schedules a run is reproducible if its batches are (`Supervisor`).
-        whole_batches = runner.schedule == "sync" or (runner.schedule == "one_step_off" and runner.max_staleness == 1)
+        whole_batches = runner.schedule == "sync" or (
+            runner.schedule == "one_step_off" and runner.max_staleness == 1
+        )
         max_running = rollout.max_running_requests
         if rollout.rollout_backend == "torch" and whole_batches:
             max_running = None
@@ -248,7 +258,11 @@ class RolloutPool:
             return {}
         try:
             if self._elastic is not None:
-                return {number: Place.GONE for number in numbers if self._elastic.lost(self._seats[number])}
+                return {
+                    number: Place.GONE
+                    for number in numbers
+                    if self._elastic.lost(self._seats[number])
+                }
             ordered = list(numbers)
             options = [self._seats[number].options for number in ordered]
             lost = [ordered[k] for k in lost_seats(options)]
@@ -264,7 +278,9 @@ class RolloutPool:
     def entries(self) -> list[dict[str, object]]:
         """Return an entry on each worker for `StatusFile`."""
         slots = self._supervisor.slots
-        return [entry(f"rollout {slot.number}", slot.worker.process, slot.restarts) for slot in slots]
+        return [
+            entry(f"rollout {slot.number}", slot.worker.process, slot.restarts) for slot in slots
+        ]
 
     def start(self) -> dict[str, int]:
         """Wait until every worker has its model and data.
@@ -291,7 +307,9 @@ class RolloutPool:
         for start in range(0, len(rows), FILTER_ROWS * n):
             chunk = list(rows[start : start + FILTER_ROWS * n])
             shares = [chunk[i::n] for i in range(n)]
-            results += self._call_all("while checking rows", "filter_rows", lambda i, shares=shares: (split, shares[i]))
+            results += self._call_all(
+                "while checking rows", "filter_rows", lambda i, shares=shares: (split, shares[i])
+            )
             self._check()
             progress(start + len(chunk))
         row_images: dict[int, set[int]] = {}
@@ -337,7 +355,9 @@ class RolloutPool:
 
         Those that are being read are freed afterwards.
         """
-        self._supervisor.release(None if summaries is None else [summary.id for summary in summaries])
+        self._supervisor.release(
+            None if summaries is None else [summary.id for summary in summaries]
+        )
 
     def forget_weights(self) -> None:
         """Forget the weights of the last sync: until the next one, new workers keep their own."""
@@ -346,7 +366,9 @@ class RolloutPool:
     def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Load weights from the object store into every live worker, and into later ones."""
         offers = [ray.put(Offer(list(buckets)))]
-        self.settle(self.take_weights("object_store", offers, version, lambda: Snapshot(version, buckets)))
+        self.settle(
+            self.take_weights("object_store", offers, version, lambda: Snapshot(version, buckets))
+        )
 
     def replace_dead(self, occasion: str) -> None:
         """Replace live workers that are dead, or whose engine is, without waiting for the new ones.
@@ -390,7 +412,9 @@ class RolloutPool:
             return answer(calls[-1])
 
         joinable = strategy in STORED
-        update = self._supervisor.begin_update(take, version, snapshot_source, joinable=joinable, update=update)
+        update = self._supervisor.begin_update(
+            take, version, snapshot_source, joinable=joinable, update=update
+        )
         return PendingSync(update, calls)
 
     def settle(self, sync: PendingSync) -> list[float | None]:
@@ -432,7 +456,9 @@ class RolloutPool:
             with suppress(RayError):  # the worker has died meanwhile
                 ray.get(stop_call, timeout=STOP_S)
 
-    def _call_all(self, occasion: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()) -> list[Any]:
+    def _call_all(
+        self, occasion: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()
+    ) -> list[Any]:
         """Call a method of every worker, and return the results.
 
         A worker that fails is replaced, and its replacement is called.
@@ -442,5 +468,8 @@ class RolloutPool:
             arguments: returns the arguments for the i-th worker.
         """
         numbers = [slot.number for slot in self._supervisor.slots]
-        futures = [self._supervisor.call(number, occasion, method, *arguments(i)) for i, number in enumerate(numbers)]
+        futures = [
+            self._supervisor.call(number, occasion, method, *arguments(i))
+            for i, number in enumerate(numbers)
+        ]
         return [future.result() for future in futures]

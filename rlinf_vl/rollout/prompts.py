@@ -85,12 +85,17 @@ class Prompts:
         n_tokens = len(full_request.ids)
         if any_length or n_tokens <= self.max_prompt_length:
             return full_request, observation
-        reason = f"the prompt has {n_tokens} tokens, data.max_prompt_length is {self.max_prompt_length}"
+        reason = (
+            f"the prompt has {n_tokens} tokens, data.max_prompt_length is {self.max_prompt_length}"
+        )
         if self.overlong != "cut":
             raise TooLong(f"{reason}; raise that, and runner.seq_length, or set data.overlong=cut")
         cut_observation = cut(observation, fits, ("user",))
         if cut_observation is None:
-            raise TooLong(f"{reason}, and what may not be cut is longer, too: raise that, and runner.seq_length")
+            raise TooLong(
+                f"{reason}, and what may not be cut is longer, too: raise that, and "
+                "runner.seq_length"
+            )
         return to_request(cut_observation), cut_observation
 
     def of_row(self, problem: Problem, any_length: bool = False) -> Request:
@@ -106,7 +111,9 @@ class Prompts:
         except Exception as error:
             raise row_error(problem, error) from error
 
-    def next(self, episode: Episode, played: Played, last_request: Request, observation: Observation) -> Following:
+    def next(
+        self, episode: Episode, played: Played, last_request: Request, observation: Observation
+    ) -> Following:
         """Build the request for the next turn, after an observation.
 
         Must not change `played`: this may run in an abandoned thread, after the trajectory's end.
@@ -126,7 +133,9 @@ class Prompts:
             assert episode.first_observation is not None
             observations = [*played.observations, observation]
             turns = list(zip(played.answers, observations, strict=True))
-            ids, grids = self.renderer.follow(played.sequences[-1].ids, episode.first_observation, turns)
+            ids, grids = self.renderer.follow(
+                played.sequences[-1].ids, episode.first_observation, turns
+            )
             session = last_request.sessions and (episode.session,)
             images = last_request.images + observation.images
             request = Request(ids, images, grids, last_request.sampling, (seed,), session)

@@ -32,7 +32,10 @@ class Quarantine:
         return self._deaths[task.split, task.row] == self._max_deaths - 1
 
     def next_batch(
-        self, queue: deque[tuple[Submission, Task]], unanswered: Sequence[Task], max_samples: int | None
+        self,
+        queue: deque[tuple[Submission, Task]],
+        unanswered: Sequence[Task],
+        max_samples: int | None,
     ) -> tuple[Submission, list[Task]]:
         """Remove the first tasks of a queue, all of one submission, that a worker may take on.
 
@@ -50,7 +53,11 @@ class Quarantine:
             # One task of the batch stands for all: if that one must be alone, it is the only one.
             task, worker_tasks = queue[0][1], batch[:1] or unanswered
             n_samples += len(task.seeds)
-            if worker_tasks and self._deaths and any(map(self.must_be_alone, [*worker_tasks, task])):
+            if (
+                worker_tasks
+                and self._deaths
+                and any(map(self.must_be_alone, [*worker_tasks, task]))
+            ):
                 break
             if max_samples is not None and n_samples > max(max_samples, len(task.seeds)):
                 break

@@ -72,7 +72,9 @@ class Rehearsal:
     def line(self) -> str:
         """The line that the user sees."""
         rewards = (
-            "reward not tried" if self.rewards is None else f"reward {self.rewards[0]:.1f} and {self.rewards[1]:.1f}"
+            "reward not tried"
+            if self.rewards is None
+            else f"reward {self.rewards[0]:.1f} and {self.rewards[1]:.1f}"
         )
         prompt = f"first prompt {self.prompt_tokens} of {self.max_prompt_length} tokens"
         return f"ready: {self.rows} rows, {rewards}, {prompt}, environment {self.env_name}"
@@ -152,10 +154,14 @@ def _usable_rows(config: Config, dataset: ProblemDataset, check: RowCheck) -> di
         )
     if result.text_only:
         reasons.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")
-    raise ConfigError(f"data.train_data_paths: none of {len(rows)} rows can be used; {'; '.join(reasons)}")
+    raise ConfigError(
+        f"data.train_data_paths: none of {len(rows)} rows can be used; {'; '.join(reasons)}"
+    )
 
 
-def _try_rewards(config: Config, scorer: Scorer, problems: Sequence[Problem], rehearsal: Rehearsal) -> None:
+def _try_rewards(
+    config: Config, scorer: Scorer, problems: Sequence[Problem], rehearsal: Rehearsal
+) -> None:
     """Grade good answers and a bad one to each problem.
 
     Raises:
@@ -179,10 +185,13 @@ def _try_rewards(config: Config, scorer: Scorer, problems: Sequence[Problem], re
         failures = [reason for reason in reasons if reason.startswith(f"{part.name}: ")]
         key = f"reward.functions[{number}]" if reward.functions else "reward.reward_type"
         if len(failures) == len(scores):
-            raise ConfigError(f"{key}: {failures[0]} (tried on rows {_ids(problems)}, good and bad answers)")
+            raise ConfigError(
+                f"{key}: {failures[0]} (tried on rows {_ids(problems)}, good and bad answers)"
+            )
         if failures:
             rehearsal.warnings.append(
-                f"{key}: it failed on {len(failures)} of {len(scores)} answers, which then count as wrong: {failures[0]}"
+                f"{key}: it failed on {len(failures)} of {len(scores)} answers, which then count "
+                f"as wrong: {failures[0]}"
             )
     if all(good_reward == bad_reward for bad_reward, good_reward in pairs):
         rehearsal.warnings.append(
@@ -220,7 +229,11 @@ def _ids(problems: Sequence[Problem]) -> str:
 
 
 def _try_environment(
-    config: Config, make_env: EnvMaker, prompts: Prompts, problems: Sequence[Problem], rehearsal: Rehearsal
+    config: Config,
+    make_env: EnvMaker,
+    prompts: Prompts,
+    problems: Sequence[Problem],
+    rehearsal: Rehearsal,
 ) -> None:
     """Begin an episode of each problem, and answer once.
 
@@ -230,7 +243,9 @@ def _try_environment(
     calls, failures = Calls(config.rollout.turn_timeout), list[str]()
     for problem in problems:
         try:
-            rehearsal.prompt_tokens = max(rehearsal.prompt_tokens, _begin_episode(calls, make_env, prompts, problem))
+            rehearsal.prompt_tokens = max(
+                rehearsal.prompt_tokens, _begin_episode(calls, make_env, prompts, problem)
+            )
         except (CallTimeout, TimeoutError):
             rehearsal.warnings.append(
                 f"rollout.env_class: {make_env.name_of(problem)} did not answer within "
@@ -238,9 +253,13 @@ def _try_environment(
             )
             return  # a hung call may hold what the next one needs
         except TooLong as error:
-            failures.append(f"the first prompt of {make_env.name_of(problem)} for row {problem.id}: {error}")
+            failures.append(
+                f"the first prompt of {make_env.name_of(problem)} for row {problem.id}: {error}"
+            )
         except Exception as error:
-            failures.append(f"{make_env.name_of(problem)} for row {problem.id}: {_described(error)}")
+            failures.append(
+                f"{make_env.name_of(problem)} for row {problem.id}: {_described(error)}"
+            )
     if len(failures) == len(problems):
         raise ConfigError(f"rollout.env_class: {failures[0]}; 'rlinf-vl check-env' plays it")
     rehearsal.warnings += [f"rollout.env_class: {failure}" for failure in failures]
@@ -260,7 +279,9 @@ def _begin_episode(calls: Calls, make_env: EnvMaker, prompts: Prompts, problem: 
         result = call(env.step, BAD_ANSWER)
         if not isinstance(result, StepResult):
             returned = type(result).__name__
-            raise TypeError(f"step returned {returned}: return StepResult(messages, reward, done, info)")
+            raise TypeError(
+                f"step returned {returned}: return StepResult(messages, reward, done, info)"
+            )
         checked(result)
         if result.info.get("answer") is not None and not problem.answer:
             # A run's reward functions would grade it: raises that there is no reference.

@@ -67,14 +67,20 @@ class Renderer:
             is_ignored = with_thinking == self._render(_QUESTION, enable_thinking=False)
             # A template that always opens a thought needs no option for "on".
             if is_ignored and not (thinking == "on" and self._begins_with_thoughts):
-                always = ", and has every answer begin with thoughts" if self._begins_with_thoughts else ""
+                always = (
+                    ", and has every answer begin with thoughts"
+                    if self._begins_with_thoughts
+                    else ""
+                )
                 raise ConfigError(
                     f"rollout.thinking.mode: {thinking}, but the checkpoint's chat template "
                     f"doesn't know enable_thinking{always}; set rollout.thinking.mode=auto, or "
                     "name a checkpoint whose template knows it"
                 )
 
-    def prompt(self, messages: Sequence[Message], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
+    def prompt(
+        self, messages: Sequence[Message], images: Sequence[ImageRef]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Encode messages and a generation prompt.
 
         The placeholder of each image is repeated once per token of the image.
@@ -164,7 +170,11 @@ class Renderer:
             return Thoughts(len(answer), begin[0], "")
         if end is None:
             opened = self._begins_with_thoughts
-            return Thoughts(len(answer), 0, "") if opened else Thoughts(0, None, self._processor.decode(answer))
+            return (
+                Thoughts(len(answer), 0, "")
+                if opened
+                else Thoughts(0, None, self._processor.decode(answer))
+            )
         # The token that ends the mark may go on with the reply's first characters.
         mark_ids = answer[end[0] : end[1]]
         reply_start = self._text(mark_ids).rpartition(END_THINK)[2]
@@ -179,7 +189,9 @@ class Renderer:
     @cached_property
     def closing(self) -> np.ndarray:
         """The ids that close a thought, int32 [n]."""
-        return np.array(self._tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False)["input_ids"], np.int32)
+        return np.array(
+            self._tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False)["input_ids"], np.int32
+        )
 
     def _last(self, mark: str, ids: np.ndarray, text: str | None) -> tuple[int, int] | None:
         """Find the last occurrence of a mark; return its first token and the one after it.
@@ -192,9 +204,13 @@ class Renderer:
             return (int(indices[-1]), int(indices[-1]) + 1) if len(indices) else None
         if text is None or mark not in text:
             return None
-        first = bisect_left(range(len(ids)), True, key=lambda i: mark not in self._text(ids[i + 1 :]))
+        first = bisect_left(
+            range(len(ids)), True, key=lambda i: mark not in self._text(ids[i + 1 :])
+        )
         ends = range(first + 1, len(ids) + 1)
-        return first, ends[bisect_left(ends, True, key=lambda end: mark in self._text(ids[first:end]))]
+        return first, ends[
+            bisect_left(ends, True, key=lambda end: mark in self._text(ids[first:end]))
+        ]
 
     @cached_property
     def _marks(self) -> dict[str, int]:
@@ -220,7 +236,9 @@ class Renderer:
             return (f"{text}\n{END_THINK}\n\n", []) if is_cut else ("", ids.tolist())
         reply = tail.lstrip()
         # The first token whose text lies within the reply.
-        first = bisect_left(range(len(ids)), True, key=lambda i: len(self._processor.decode(ids[i:])) <= len(reply))
+        first = bisect_left(
+            range(len(ids)), True, key=lambda i: len(self._processor.decode(ids[i:])) <= len(reply)
+        )
         # A token that ends the thoughts may hold the reply's first characters, which alone are
         # encoded again.
         split_text = reply[: len(reply) - len(self._processor.decode(ids[first:]))]
@@ -280,7 +298,9 @@ class Renderer:
         return np.repeat(rendered, repeats), grids
 
     def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
-        return np.asarray([self._processor.grid(image) for image in images], np.int32).reshape(len(images), 3)
+        return np.asarray([self._processor.grid(image) for image in images], np.int32).reshape(
+            len(images), 3
+        )
 
     def _encode(self, rendered: str, mark: str) -> list[int]:
         """Encode a rendered text.
@@ -291,12 +311,16 @@ class Renderer:
         if not mark:
             return list(self._encode_plain(rendered))
         ids: list[int] = []
-        for i, piece in enumerate(re.split(f"({'|'.join(map(re.escape, self._special))})", rendered)):
+        for i, piece in enumerate(
+            re.split(f"({'|'.join(map(re.escape, self._special))})", rendered)
+        ):
             if i % 2:
                 ids.append(self._tokenizer.convert_tokens_to_ids(piece))
             elif piece:
                 text = piece.replace(mark, "")
-                ids += self._text_only(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                ids += self._text_only(text, add_special_tokens=False, split_special_tokens=True)[
+                    "input_ids"
+                ]
         return ids
 
     def _mark(self, messages: Sequence[Message], n: int) -> tuple[list[Message], str, list[str]]:

@@ -97,7 +97,10 @@ class RowCheck:
     make_env: EnvMaker
 
     def filter(
-        self, dataset: ProblemDataset, rows: Sequence[int], see: Callable[[int, Problem, Request | None], None]
+        self,
+        dataset: ProblemDataset,
+        rows: Sequence[int],
+        see: Callable[[int, Problem, Request | None], None],
     ) -> FilterResult:
         """Check which rows can be used.
 
@@ -120,8 +123,16 @@ class RowCheck:
                 self.make_env.check(problem)
             except ValueError as e:
                 raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
-            if not problem.answer and needs_reference(self.config) and self.make_env.leaves_grading(problem):
-                raise RowError(problem.id, ANSWER_UNUSABLE, without_reference(self.make_env.name_of(problem), problem))
+            if (
+                not problem.answer
+                and needs_reference(self.config)
+                and self.make_env.leaves_grading(problem)
+            ):
+                raise RowError(
+                    problem.id,
+                    ANSWER_UNUSABLE,
+                    without_reference(self.make_env.name_of(problem), problem),
+                )
             try:
                 # Other environments may read the row's answer in a way of their own.
                 if self.make_env.name_of(problem) == SINGLE:
@@ -136,7 +147,9 @@ class RowCheck:
             see(row, problem, full_prompt)
             n_tokens = len(full_prompt.ids)
             # The data set itself excludes and counts prompts that are too long.
-            is_filtered = data.overlong == "error" or data.overlong == "drop" and data.filter_prompt_by_length
+            is_filtered = (
+                data.overlong == "error" or data.overlong == "drop" and data.filter_prompt_by_length
+            )
             if is_filtered or n_tokens <= data.max_prompt_length:
                 return n_tokens
             # Raises RowError if the prompt may not or can't be cut, which makes the row bad.
@@ -145,6 +158,12 @@ class RowCheck:
             return len(cut_prompt.ids)
 
         result = dataset.filter_by_length(
-            rows, length, data.max_prompt_length, image_only=data.image_only_mode, level_key=data.curriculum_key
+            rows,
+            length,
+            data.max_prompt_length,
+            image_only=data.image_only_mode,
+            level_key=data.curriculum_key,
         )
-        return replace(result, cut={row: cut for row, cut in cut_rows.items() if row in result.kept})
+        return replace(
+            result, cut={row: cut for row, cut in cut_rows.items() if row in result.kept}
+        )

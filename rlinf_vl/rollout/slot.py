@@ -160,7 +160,9 @@ class Slot(Generic[W]):
 
     def move(self, state: SlotState) -> None:
         """Change the state along an arrow of the diagram, and wake those who wait for that."""
-        assert state in NEXT_STATES[self.state], f"slot {self.number}: {self.state.name} to {state.name}"
+        assert state in NEXT_STATES[self.state], (
+            f"slot {self.number}: {self.state.name} to {state.name}"
+        )
         self.state = state
         self.fault = None
         self._wake()

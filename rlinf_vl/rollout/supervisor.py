@@ -129,7 +129,9 @@ class Supervisor(Generic[W]):
         self._watch_fault = ""
         self._loop = loop or asyncio.new_event_loop()
         if loop is None:
-            threading.Thread(target=self._loop.run_forever, name="rollout-supervisor", daemon=True).start()
+            threading.Thread(
+                target=self._loop.run_forever, name="rollout-supervisor", daemon=True
+            ).start()
 
     # --- for other threads ------------------------------------------------------------------------
 
@@ -381,7 +383,10 @@ class Supervisor(Generic[W]):
                 if reason is not None:
                     self._report(f"a rollout worker is replaced {occasion}: {reason}")
                 await self._renew(slot)
-                reason, occasion = await self._start(slot), "before it has taken the place of another"
+                reason, occasion = (
+                    await self._start(slot),
+                    "before it has taken the place of another",
+                )
                 if reason is None:
                     return
         except Exception as error:
@@ -402,7 +407,8 @@ class Supervisor(Generic[W]):
         deaths = self._spent_deaths + sum(active_slot.deaths for active_slot in self.slots)
         if deaths > max(MAX_DEATHS, len(self.slots)):
             raise WorkersLost(
-                f"{deaths} rollout workers failed of late, and chance does not do that; the last one: {reason}"
+                f"{deaths} rollout workers failed of late, and chance does not do that; the last "
+                f"one: {reason}"
             )
         if slot.deaths > MAX_DEATHS:
             self._spent_deaths += slot.deaths
@@ -483,7 +489,8 @@ class Supervisor(Generic[W]):
         self.turnover += 1
         n_others = len(self.slots) - 1
         self._report(
-            f"rollout worker {slot.number} left: {reason}; {n_others} others do its work, or who joins next",
+            f"rollout worker {slot.number} left: {reason}; {n_others} others do its work, or who "
+            "joins next",
             "worker_left",
         )
         self._dispatcher.remove(slot)
@@ -533,7 +540,9 @@ class Supervisor(Generic[W]):
         while True:
             await asyncio.sleep(WATCH_S)
             try:
-                await self._look_at_places([s for s in [*self.slots, *self._joining] if s.state is SlotState.STARTING])
+                await self._look_at_places(
+                    [s for s in [*self.slots, *self._joining] if s.state is SlotState.STARTING]
+                )
                 for number in await self._in_thread(self._newcomers):
                     self._spawn(self._join(number))
             except Exception as error:
@@ -551,7 +560,11 @@ class Supervisor(Generic[W]):
         except Exception as error:
             self._note_watch_fault(error)
             slot.blind_looks += 1
-            reason = f"it can't be watched: {reason_of(error)}" if slot.blind_looks > MAX_BLIND_LOOKS else None
+            reason = (
+                f"it can't be watched: {reason_of(error)}"
+                if slot.blind_looks > MAX_BLIND_LOOKS
+                else None
+            )
         if reason is None:
             return
         if slot.live:
@@ -566,7 +579,11 @@ class Supervisor(Generic[W]):
         reason = reason_of(error)
         if reason != self._watch_fault and not sys.is_finalizing():
             self._watch_fault = reason
-            log.warning("looking after rollout workers failed, and is tried again: %s", reason, exc_info=error)
+            log.warning(
+                "looking after rollout workers failed, and is tried again: %s",
+                reason,
+                exc_info=error,
+            )
 
     async def _look_at_places(self, slots: Sequence[Slot[W]]) -> None:
         """Update the places of slots; they stay as they were if that fails."""

@@ -26,7 +26,9 @@ class ThoughtBudget:
         max_new_tokens = min(self.tokens, request.sampling.max_new_tokens)
         return replace(request, sampling=replace(request.sampling, max_new_tokens=max_new_tokens))
 
-    def next_piece(self, request: Request, answer: np.ndarray, seed: int, session: str) -> Request | None:
+    def next_piece(
+        self, request: Request, answer: np.ndarray, seed: int, session: str
+    ) -> Request | None:
         """Return the request for the next piece of an answer, or None if the answer is complete.
 
         Args:

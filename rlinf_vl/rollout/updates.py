@@ -78,7 +78,9 @@ class WeightUpdates(Generic[W]):
         update: the running sync.
     """
 
-    def __init__(self, keeper: SlotKeeper[W], in_thread: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    def __init__(
+        self, keeper: SlotKeeper[W], in_thread: Callable[..., Coroutine[Any, Any, Any]]
+    ) -> None:
         self._keeper = keeper
         self._in_thread = in_thread
         self._origin = 0  # how often weights were forgotten
@@ -105,7 +107,11 @@ class WeightUpdates(Generic[W]):
         joinable: bool,
     ) -> None:
         """Make the receivers of a sync take its weights, which the ranks offer or will offer."""
-        self._snapshot_source, self._fetching, self.newest = snapshot_source, None, (self._origin, version)
+        self._snapshot_source, self._fetching, self.newest = (
+            snapshot_source,
+            None,
+            (self._origin, version),
+        )
         update.key, update.take, update.joinable = self.newest, take, joinable
         for slot, worker in update.receivers:
             self._begin_take(update, slot, worker)
@@ -216,7 +222,9 @@ class WeightUpdates(Generic[W]):
     async def _fetch_snapshot(self) -> "Snapshot | None":
         """Fetch the weights that the ranks sent last, once for all workers that ask meanwhile."""
         if self._fetching is None:
-            assert self._snapshot_source is not None, "there are no other weights than those of the start"
+            assert self._snapshot_source is not None, (
+                "there are no other weights than those of the start"
+            )
             self._fetching = asyncio.ensure_future(self._in_thread(self._snapshot_source))
             self._fetching.add_done_callback(self._end_fetching)
         return await asyncio.shield(self._fetching)

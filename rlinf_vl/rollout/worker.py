@@ -92,7 +92,14 @@ class OpenBatch:
 class RolloutRank:
     """The worker itself; `RolloutWorker` is its Ray actor class."""
 
-    def __init__(self, config: Config, model_path: str, device: str, number: int = 0, shared_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        device: str,
+        number: int = 0,
+        shared_gpu: bool = False,
+    ) -> None:
         """
         Args:
             number: the worker's number, for traces.
@@ -116,13 +123,23 @@ class RolloutRank:
         self.renderer = Renderer(self.processor, thinking.mode)
         self.engine = make_engine(config, model_path, self.processor, device, shared_gpu)
         self.datasets = open_datasets(config.data, ENVIRONMENTS)
-        sampling = {"train": config.algorithm.sampling_params, "val": config.algorithm.val_sampling_params}
+        sampling = {
+            "train": config.algorithm.sampling_params,
+            "val": config.algorithm.val_sampling_params,
+        }
         self.sampling = {
-            split: SamplingParams(**asdict(keys), stop_ids=self.processor.stop_ids) for split, keys in sampling.items()
+            split: SamplingParams(**asdict(keys), stop_ids=self.processor.stop_ids)
+            for split, keys in sampling.items()
         }
         if config.rollout.rollout_backend == "sglang":
             reads_images = self.processor.family.vision_tower is not None
-            warm_up(self.engine, self.renderer.prompt, self.sampling.values(), config.runner.seq_length, reads_images)
+            warm_up(
+                self.engine,
+                self.renderer.prompt,
+                self.sampling.values(),
+                config.runner.seq_length,
+                reads_images,
+            )
         #: The engine's count when the last group was finished.
         self.prefilled_tokens = self.engine.prefilled_tokens
         scorer = self.scorer = scorer_of(config)
@@ -143,7 +160,9 @@ class RolloutRank:
             overlong=config.data.overlong,
             penalize_faults=config.rollout.faults == "penalize",
             score=scorer,
-            thought_budget=ThoughtBudget(self.renderer, thinking.budget) if thinking.budget else None,
+            thought_budget=ThoughtBudget(self.renderer, thinking.budget)
+            if thinking.budget
+            else None,
         )
         self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()
@@ -175,7 +194,9 @@ class RolloutRank:
         """Return whether the engine is alive."""
         return await asyncio.to_thread(self.engine.alive, self.config.runner.heartbeat_timeout)
 
-    async def filter_rows(self, split: str, rows: Sequence[int]) -> tuple[FilterResult, dict[int, set[int]]]:
+    async def filter_rows(
+        self, split: str, rows: Sequence[int]
+    ) -> tuple[FilterResult, dict[int, set[int]]]:
         """Check which rows can be used (`RowCheck.filter`).
 
         Returns:
@@ -246,7 +267,11 @@ class RolloutRank:
                 for task, problem in zip(tasks, problems, strict=True)
                 if task.group_id not in batch.cancelled
             ]
-            env_names = {self.player.make_env.name_of(problem) for _, problem in pairs if isinstance(problem, Problem)}
+            env_names = {
+                self.player.make_env.name_of(problem)
+                for _, problem in pairs
+                if isinstance(problem, Problem)
+            }
             if env_names <= {SINGLE} and self.config.rollout.max_concurrent_rollouts is None:
                 # Such environments start at once, so all requests go to the engine as one batch:
                 # the embedded engine's results depend on it (see `Supervisor`).
@@ -257,10 +282,17 @@ class RolloutRank:
                     if task.group_id not in batch.cancelled:
                         by_id[task.group_id] = opening
                 self.player.submit(list(by_id.values()))
-                plays = {group_id: self.player.play(group_id, opening) for group_id, opening in by_id.items()}
+                plays = {
+                    group_id: self.player.play(group_id, opening)
+                    for group_id, opening in by_id.items()
+                }
             else:
-                plays = {task.group_id: self._play(opened, task, problem) for task, problem in pairs}
-            batch.plays = {group_id: asyncio.ensure_future(play) for group_id, play in plays.items()}
+                plays = {
+                    task.group_id: self._play(opened, task, problem) for task, problem in pairs
+                }
+            batch.plays = {
+                group_id: asyncio.ensure_future(play) for group_id, play in plays.items()
+            }
             waiting = set(batch.plays.values())
             while waiting:
                 finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -301,7 +333,9 @@ class RolloutRank:
         )
         return summary, reference
 
-    async def _play(self, opened: "list[Opening]", task: Task, problem: Problem | Exception) -> Group:
+    async def _play(
+        self, opened: "list[Opening]", task: Task, problem: Problem | Exception
+    ) -> Group:
         """Start a task's environments, and play its group as soon as these have started."""
         opening = await self._open(opened, task, problem)
         self.player.submit([opening])
@@ -330,7 +364,9 @@ class RolloutRank:
             opened.append(opening)
         else:
             row = Problem(self.datasets[task.split].row_id(task.row), (), "")
-            opened.append(Opening(row, sampling, [Episode(seed, error=problem) for seed in task.seeds]))
+            opened.append(
+                Opening(row, sampling, [Episode(seed, error=problem) for seed in task.seeds])
+            )
         return opened[-1]
 
     def _problem(self, task: Task) -> Problem | Exception:
@@ -354,7 +390,9 @@ class RolloutRank:
     async def join_weight_group(self, group: WeightGroup) -> None:
         await asyncio.to_thread(self.engine.join_weight_group, group)
 
-    async def take_weights(self, strategy: str, offers: Sequence[ray.ObjectRef], version: int) -> float:
+    async def take_weights(
+        self, strategy: str, offers: Sequence[ray.ObjectRef], version: int
+    ) -> float:
         """Take the weights that all ranks offer or will offer: the receiving side of a strategy.
 
         Returns:
@@ -419,9 +457,18 @@ class RolloutRank:
         from rlinf_vl.models.loading import DTYPES, weight_shapes
 
         model = self.config.rollout.model
-        config = AutoConfig.from_pretrained(self.model_path, trust_remote_code=model.trust_remote_code)
-        weights = sum(map(math.prod, weight_shapes(config, self.processor.family, model.trust_remote_code).values()))
-        weight_bytes = weights * DTYPES[model.precision].itemsize // self.config.rollout.tensor_parallel_size
+        config = AutoConfig.from_pretrained(
+            self.model_path, trust_remote_code=model.trust_remote_code
+        )
+        weights = sum(
+            map(
+                math.prod,
+                weight_shapes(config, self.processor.family, model.trust_remote_code).values(),
+            )
+        )
+        weight_bytes = (
+            weights * DTYPES[model.precision].itemsize // self.config.rollout.tensor_parallel_size
+        )
         return release_tags(weight_bytes, torch.cuda.get_device_properties(0).total_memory)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
@@ -429,10 +476,16 @@ class RolloutRank:
 
     async def restore_memory(self, tags: Sequence[str]) -> None:
         await self._memory(self.engine.restore_memory, tags, "restored")
-        if self.device == "cuda" and "kv_cache" in tags and (warning := low_memory(torch.cuda.mem_get_info()[0])):
+        if (
+            self.device == "cuda"
+            and "kv_cache" in tags
+            and (warning := low_memory(torch.cuda.mem_get_info()[0]))
+        ):
             log.warning(warning)
 
-    async def _memory(self, change: Callable[[Sequence[str]], None], tags: Sequence[str], action: str) -> None:
+    async def _memory(
+        self, change: Callable[[Sequence[str]], None], tags: Sequence[str], action: str
+    ) -> None:
         """Release or restore memory. An engine that can't (no memory is free) counts as dead."""
         try:
             await asyncio.to_thread(change, tags)

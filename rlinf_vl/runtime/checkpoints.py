@@ -64,9 +64,16 @@ def checkpoint_home(config: Config, run_dir: Path) -> Folder:
 
 def checkpoints(home: Folder) -> list[tuple[int, Folder]]:
     """Return (step, folder) of every complete checkpoint, oldest first."""
-    matches = [(re.fullmatch(r"global_step_(\d+)", f.name), f) for f in (home / "checkpoints").glob("global_step_*")]
+    matches = [
+        (re.fullmatch(r"global_step_(\d+)", f.name), f)
+        for f in (home / "checkpoints").glob("global_step_*")
+    ]
     return sorted(
-        ((int(match[1]), folder) for match, folder in matches if match and (folder / STATE_FILE).is_file()),
+        (
+            (int(match[1]), folder)
+            for match, folder in matches
+            if match and (folder / STATE_FILE).is_file()
+        ),
         key=lambda item: item[0],
     )
 
@@ -115,7 +122,9 @@ def save_checkpoint(
                 sums = {f"{ACTOR_FOLDER}/{name}": digest for name, digest in written.items()}
                 sums[STATE_FILE] = hashlib.sha256(content.encode()).hexdigest()
                 with _as_os_errors():
-                    (folder / SUMS_FILE).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+                    (folder / SUMS_FILE).write_text(
+                        "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+                    )
                     (folder / STATE_FILE).write_text(content)
             finally:
                 needed = max(needed, _size(folder))
@@ -136,9 +145,13 @@ def save_checkpoint(
         # The new checkpoint is kept in any case: of the others, one less than `keep_last`.
         other_checkpoints = {at: folder for at, folder in checkpoints(home) if at != step}
         scored = sorted(
-            (at for at in (*other_checkpoints, step) if at in accuracies), key=lambda at: (-accuracies[at], at)
+            (at for at in (*other_checkpoints, step) if at in accuracies),
+            key=lambda at: (-accuracies[at], at),
         )
-        kept_steps = {*sorted(other_checkpoints)[len(other_checkpoints) + 1 - keep_last :], *scored[:keep_best]}
+        kept_steps = {
+            *sorted(other_checkpoints)[len(other_checkpoints) + 1 - keep_last :],
+            *scored[:keep_best],
+        }
         for at in other_checkpoints.keys() - kept_steps:
             try:
                 _remove(other_checkpoints[at])
@@ -187,7 +200,9 @@ def recover_checkpoints(home: Folder) -> None:
                 if not (folder / STATE_FILE).is_file():
                     _remove(folder)
     except OSError as error:
-        raise ConfigError(f"runner.checkpoint_dir: {home} can't be read or written: {error}") from None
+        raise ConfigError(
+            f"runner.checkpoint_dir: {home} can't be read or written: {error}"
+        ) from None
 
 
 def find_checkpoint(home: Folder, resume_dir: str | None) -> Folder | None:
@@ -204,12 +219,17 @@ def find_checkpoint(home: Folder, resume_dir: str | None) -> Folder | None:
         with _as_os_errors():
             if resume_dir == "auto":
                 checkpoint = newest_checkpoint(home)
-                log.info("runner.resume_dir: auto found %s", checkpoint or "no complete checkpoint; starting afresh")
+                log.info(
+                    "runner.resume_dir: auto found %s",
+                    checkpoint or "no complete checkpoint; starting afresh",
+                )
                 if checkpoint is None:
                     return None
             else:
                 checkpoint = folder_at(resume_dir)
-                if not (checkpoint / STATE_FILE).is_file():  # a run's folder means its newest checkpoint
+                if not (
+                    checkpoint / STATE_FILE
+                ).is_file():  # a run's folder means its newest checkpoint
                     checkpoint = newest_checkpoint(checkpoint, checkpoint) or checkpoint
                 if not (checkpoint / STATE_FILE).is_file():
                     raise ConfigError(
@@ -230,7 +250,9 @@ def find_checkpoint(home: Folder, resume_dir: str | None) -> Folder | None:
                 )
             return checkpoint
     except OSError as error:
-        raise ConfigError(f"runner.resume_dir: {resume_dir!r}: {home} can't be read: {error}") from None
+        raise ConfigError(
+            f"runner.resume_dir: {resume_dir!r}: {home} can't be read: {error}"
+        ) from None
 
 
 def set_damaged_aside(home: Folder, report: Callable[[str], None]) -> None:
@@ -240,7 +262,9 @@ def set_damaged_aside(home: Folder, report: Callable[[str], None]) -> None:
         aside = newest.with_name(f"damaged.{newest.name}")
         _remove(aside)
         rename(newest, aside)
-        report(f"the checkpoint {newest} is damaged ({'; '.join(problems)}); it is now {aside.name}")
+        report(
+            f"the checkpoint {newest} is damaged ({'; '.join(problems)}); it is now {aside.name}"
+        )
 
 
 def damage(checkpoint: Folder) -> list[str]:
@@ -251,7 +275,9 @@ def damage(checkpoint: Folder) -> list[str]:
     except FileNotFoundError:
         log.warning("%s has no %s, so its files can't be verified", checkpoint, SUMS_FILE)
         return []
-    sums = {name: digest for digest, name in re.findall("^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)}
+    sums = {
+        name: digest for digest, name in re.findall("^([0-9a-f]{64})  (.+)$", text, re.MULTILINE)
+    }
 
     def problem(name: str) -> str | None:
         """Return the fault of a file, None without one."""
@@ -287,7 +313,9 @@ def checkpoint_at(source: Folder) -> Folder:
         if elsewhere := runner.get("checkpoint_dir"):
             folder = newest_checkpoint(folder_at(elsewhere) / runner.experiment_name)
     if folder is None:
-        raise FileNotFoundError(f"{source} is neither a complete checkpoint nor a run's folder that holds one")
+        raise FileNotFoundError(
+            f"{source} is neither a complete checkpoint nor a run's folder that holds one"
+        )
     return folder
 
 

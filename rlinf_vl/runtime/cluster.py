@@ -39,7 +39,9 @@ class NodeRecord:
         """Return whether the raylet lives: a process of its id which carries the mark, not another
         one that got its id."""
         try:
-            return f"{MARK}={self.mark}".encode() in Path(f"/proc/{self.raylet_pid}/environ").read_bytes().split(b"\0")
+            return f"{MARK}={self.mark}".encode() in Path(
+                f"/proc/{self.raylet_pid}/environ"
+            ).read_bytes().split(b"\0")
         except OSError:
             return False
 
@@ -53,8 +55,12 @@ def record_path() -> Path:
 
     Two hosts may share a disk, and containers their process ids, so the network tells hosts apart.
     """
-    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for its own
-    return Path(root) / f"rlinf_vl-{os.getuid()}" / f"node-{os.stat('/proc/self/ns/net').st_ino}.json"
+    root = (
+        os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    )  # as Ray looks for its own
+    return (
+        Path(root) / f"rlinf_vl-{os.getuid()}" / f"node-{os.stat('/proc/self/ns/net').st_ino}.json"
+    )
 
 
 def read_record() -> NodeRecord | None:
@@ -86,7 +92,9 @@ def reachable(address: str, source: str = "", timeout: float = 3) -> bool:
     given."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout, source_address=(source, 0) if source else None):
+        with socket.create_connection(
+            (host, int(port)), timeout, source_address=(source, 0) if source else None
+        ):
             return True
     except (OSError, ValueError, OverflowError):
         return False
@@ -98,7 +106,9 @@ def use_token(token_path: str, environment: MutableMapping[str, str]) -> None:
     environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=token_path)
 
 
-def cluster_to_join(ray_address: str | None, environment: MutableMapping[str, str]) -> tuple[str | None, str | None]:
+def cluster_to_join(
+    ray_address: str | None, environment: MutableMapping[str, str]
+) -> tuple[str | None, str | None]:
     """Return the cluster of a run, by `cluster.ray_address`, and this machine's address there if
     known.
 
@@ -128,5 +138,9 @@ def _is_up(record: NodeRecord) -> bool:
         why = "its head does not answer"
     else:
         return True
-    log.warning("not joining the cluster at %s that start_ray.sh started on this node: %s", record.address, why)
+    log.warning(
+        "not joining the cluster at %s that start_ray.sh started on this node: %s",
+        record.address,
+        why,
+    )
     return False

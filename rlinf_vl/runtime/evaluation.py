@@ -15,7 +15,11 @@ from rlinf_vl.runtime.run_code import refuse_code_of_run
 
 
 def evaluation_config(
-    name: str, overrides: Sequence[str], samples: int, rules: Sequence[Rule], trust_run_code: bool = False
+    name: str,
+    overrides: Sequence[str],
+    samples: int,
+    rules: Sequence[Rule],
+    trust_run_code: bool = False,
 ) -> tuple[Config, Folder | None]:
     """Return the config of an evaluation, which `rules` check, and its checkpoint, if it has one.
 
@@ -54,7 +58,8 @@ def evaluation_config(
         )
     if not data.val_data_paths:
         problems.append(
-            "data.val_data_paths: empty; they are what is evaluated: name a file or folder, hf://… or seeds://N"
+            "data.val_data_paths: empty; they are what is evaluated: name a file or folder, "
+            "hf://… or seeds://N"
         )
     data.train_data_paths = list(data.val_data_paths)  # training data may be absent
     data.rollout_batch_size = config.algorithm.n_minibatches = 1
@@ -66,7 +71,9 @@ def evaluation_config(
     if not evaluated["checkpoint"]:
         return config, None
     checkpoint = _checkpoint(folder_at(evaluated["checkpoint"]), model.model_path)
-    refuse_code_of_run(config_of(checkpoint), checkpoint.parents[1], trust_run_code, evaluated_by=config)
+    refuse_code_of_run(
+        config_of(checkpoint), checkpoint.parents[1], trust_run_code, evaluated_by=config
+    )
     return config, checkpoint
 
 
@@ -76,10 +83,14 @@ def _checkpoint(source: Folder, model_path: str) -> Folder:
     try:
         folder = checkpoint_at(source).resolve()
     except FileNotFoundError as error:
-        raise ConfigError(f"checkpoint: {error}; name a run's folder, or its checkpoints/global_step_N") from None
+        raise ConfigError(
+            f"checkpoint: {error}; name a run's folder, or its checkpoints/global_step_N"
+        ) from None
     config_file = folder.parents[1] / "config.yaml"
     if not config_file.is_file() or not (folder / ACTOR_FOLDER / ".metadata").is_file():
-        raise ConfigError(f"checkpoint: {folder} lacks {config_file} or its weights; copy the run's folder whole")
+        raise ConfigError(
+            f"checkpoint: {folder} lacks {config_file} or its weights; copy the run's folder whole"
+        )
     base_model = OmegaConf.select(config_of(folder), "rollout.model.model_path")
     if base_model != model_path:
         raise ConfigError(

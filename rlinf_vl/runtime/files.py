@@ -56,7 +56,11 @@ def recover(folder: Path) -> list[Path]:
     Half-written content is deleted. A folder that was about to be replaced gets its name back;
     those folders are returned. Nobody may be writing there.
     """
-    names = {path.name[1 : -len(path.suffix)] for path in folder.glob(".*") if path.suffix in (".tmp", ".replaced")}
+    names = {
+        path.name[1 : -len(path.suffix)]
+        for path in folder.glob(".*")
+        if path.suffix in (".tmp", ".replaced")
+    }
     return [folder / name for name in sorted(names) if _mend(folder / name)]
 
 
@@ -143,7 +147,9 @@ class LineFile:
             self.flush()
         except OSError as error:
             if not self._last_write_failed:
-                log.warning("%s can't be written (%s); %s", self.path, error.strerror or error, meanwhile)
+                log.warning(
+                    "%s can't be written (%s); %s", self.path, error.strerror or error, meanwhile
+                )
             self._last_write_failed = True
         else:
             self._last_write_failed = False

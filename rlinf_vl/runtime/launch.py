@@ -29,7 +29,10 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
@@ -61,7 +64,9 @@ class Reservation:
     actor: tuple[dict[str, Any], ...]  #: Ray options of each actor rank
     rollout: tuple[Seat, ...]  #: seat of each rollout worker
     placement: Placement  #: the slots of both
-    elastic: ElasticNodes | None = None  #: with `cluster.elastic_rollout`: workers may join and leave
+    elastic: ElasticNodes | None = (
+        None  #: with `cluster.elastic_rollout`: workers may join and leave
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +109,12 @@ def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
     global _running_ray
     environment = _actor_environment(config.cluster)
     cluster = config.cluster
-    settings = _RaySettings(cluster.ray_address, _slots(config), cluster.object_store_memory, environment)
-    present_address = ray.get_runtime_context().gcs_address if keep and ray.is_initialized() else None
+    settings = _RaySettings(
+        cluster.ray_address, _slots(config), cluster.object_store_memory, environment
+    )
+    present_address = (
+        ray.get_runtime_context().gcs_address if keep and ray.is_initialized() else None
+    )
     # Ray that runs, but was not started here, is the caller's own: its workers lack the
     # environment.
     if present_address and (_running_ray is None or _running_ray.address != present_address):
@@ -117,7 +126,9 @@ def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
             ray.shutdown()
             _start_ray(config, environment)
         yield {}
-        _running_ray = _RunningRay(settings, ray.get_runtime_context().gcs_address) if keep else None
+        _running_ray = (
+            _RunningRay(settings, ray.get_runtime_context().gcs_address) if keep else None
+        )
     except BaseException:
         _running_ray = None
         raise
@@ -134,7 +145,11 @@ def _slots(config: Config) -> int:
 def _start_ray(config: Config, environment: dict[str, str]) -> None:
     """Connect to a cluster, or start a private one; its workers have `environment`."""
     cluster = config.cluster
-    options = {"logging_level": logging.WARNING, "log_to_driver": True, "namespace": f"rlinf_vl-{os.getpid()}"}
+    options = {
+        "logging_level": logging.WARNING,
+        "log_to_driver": True,
+        "namespace": f"rlinf_vl-{os.getpid()}",
+    }
     # No usage reports, unless the user wants them; and processes that reserve no GPU still see the
     # GPUs.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -144,7 +159,9 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
     RayConfig.initialize("")  # Ray read RAY_AUTH_MODE at its import; this reads it again
     if address:
-        if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):  # Ray itself would wait for minutes
+        if not reachable(
+            address.removeprefix("ray://"), timeout=PROBE_S
+        ):  # Ray itself would wait for minutes
             is_variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
             raise ConfigError(
                 f"{'the environment variable RAY_ADDRESS' if is_variable else 'cluster.ray_address'}: "
@@ -165,7 +182,9 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
         )
     else:
         former = {name: os.environ[name] for name in environment if name in os.environ}
-        os.environ.update(environment)  # all processes of a private cluster inherit it from the first ones
+        os.environ.update(
+            environment
+        )  # all processes of a private cluster inherit it from the first ones
         try:
             with _own_sessions():
                 ray.init(
@@ -190,7 +209,9 @@ def _keep_colors_out() -> None:
 
 
 @contextmanager
-def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | None = None) -> Iterator[Reservation]:
+def reserve(
+    config: Config, learns: bool = True, options: Mapping[str, Any] | None = None
+) -> Iterator[Reservation]:
     """Reserve the slots of every component for as long as the context lasts; those of actor ranks
     only if it `learns`.
 
@@ -213,11 +234,15 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
     alive_nodes = sum(1 for node in ray.nodes() if node["Alive"])
     if alive_nodes < cluster.num_nodes:
         hint = "wait for them with ray_utils/check_ray.sh, or lower it"
-        raise RunError(f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {alive_nodes}; {hint}")
+        raise RunError(
+            f"cluster.num_nodes: {cluster.num_nodes}, but the cluster has {alive_nodes}; {hint}"
+        )
     try:
         placement = placement_of(config, [node.slots for node in nodes])
     except ConfigError as error:
-        node_names = ", ".join(f"node {number} is {node.address}" for number, node in enumerate(nodes))
+        node_names = ", ".join(
+            f"node {number} is {node.address}" for number, node in enumerate(nodes)
+        )
         raise ConfigError(*error.problems, *([node_names] if len(nodes) > 1 else [])) from None
     is_elastic = learns and cluster.elastic_rollout
     ranks = [(slot,) for slot in placement.actor] if learns else []
@@ -227,15 +252,30 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
     groups: dict[int, PlacementGroup] = {}  # by node
     try:
         for number, node in enumerate(nodes):
-            if node_bundles := [slots for slots in bundles if placement.node_of(slots[0]) == number]:
-                resources: list[dict[str, float]] = [dict.fromkeys(kinds, float(len(slots))) for slots in node_bundles]
-                groups[number] = placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=node.id)
+            if node_bundles := [
+                slots for slots in bundles if placement.node_of(slots[0]) == number
+            ]:
+                resources: list[dict[str, float]] = [
+                    dict.fromkeys(kinds, float(len(slots))) for slots in node_bundles
+                ]
+                groups[number] = placement_group(
+                    resources, strategy="STRICT_PACK", _soft_target_node_id=node.id
+                )
         _wait_for(groups.values(), sum(map(len, bundles)), kinds[-1])
-        log.info("who sits where (cluster.component_placement):\n%s", placement.map(_addresses(nodes, groups)))
+        log.info(
+            "who sits where (cluster.component_placement):\n%s",
+            placement.map(_addresses(nodes, groups)),
+        )
         process_options: list[dict[str, Any]] = []
-        for slots in users[: len(ranks)] if is_elastic else users:  # elastic workers get seats below
+        for slots in (
+            users[: len(ranks)] if is_elastic else users
+        ):  # elastic workers get seats below
             number = placement.node_of(slots[0])
-            bundle = sum(1 for earlier in bundles if earlier < slots and placement.node_of(earlier[0]) == number)
+            bundle = sum(
+                1
+                for earlier in bundles
+                if earlier < slots and placement.node_of(earlier[0]) == number
+            )
             strategy = PlacementGroupSchedulingStrategy(groups[number], bundle)
             shares = {f"num_{kind.lower()}s": len(slots) / users.count(slots) for kind in kinds}
             process_options.append({"scheduling_strategy": strategy, **shares, **(options or {})})
@@ -244,14 +284,21 @@ def reserve(config: Config, learns: bool = True, options: Mapping[str, Any] | No
             placed_nodes = {nodes[placement.node_of(slots[0])].id for slots in users}
             size = config.rollout.tensor_parallel_size
             elastic = ElasticNodes(kinds, size, options or {}, list(groups.values()), placed_nodes)
-            rollout = [elastic.seat(nodes[placement.node_of(slots[0])].id, len(slots)) for slots in placement.engines]
+            rollout = [
+                elastic.seat(nodes[placement.node_of(slots[0])].id, len(slots))
+                for slots in placement.engines
+            ]
         else:
             engines = zip(process_options[len(ranks) :], placement.engines, strict=True)
             rollout = [
-                Seat(worker_options, len(slots), learns and not {*slots}.isdisjoint(placement.actor))
+                Seat(
+                    worker_options, len(slots), learns and not {*slots}.isdisjoint(placement.actor)
+                )
                 for worker_options, slots in engines
             ]
-        yield Reservation(device, tuple(process_options[: len(ranks)]), tuple(rollout), placement, elastic)
+        yield Reservation(
+            device, tuple(process_options[: len(ranks)]), tuple(rollout), placement, elastic
+        )
     finally:
         for group in groups.values():
             remove_placement_group(group)
@@ -281,7 +328,9 @@ def _addresses(nodes: Sequence[Node], groups: Mapping[int, PlacementGroup]) -> l
     for number, group in groups.items():
         actual_id = next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
         if actual_id != nodes[number].id:
-            names[number] = f"{address_by_id.get(actual_id, actual_id)}: {names[number]} has no room"
+            names[number] = (
+                f"{address_by_id.get(actual_id, actual_id)}: {names[number]} has no room"
+            )
             log.warning("cluster.component_placement: node %d is %s", number, names[number])
     return names
 
@@ -355,7 +404,9 @@ def _check_nodes() -> None:
         importlib.import_module("rlinf_vl")
 
     nodes = {
-        start.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node
+        start.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(): node
         for node in ray.nodes()
         if node["Alive"]
     }
@@ -371,7 +422,10 @@ def _check_nodes() -> None:
     if problems:
         addresses = {ref: nodes[ref]["NodeManagerAddress"] for ref in problems}
         raise ConfigError(
-            *(f"node {addresses[ref]} can't run {sys.executable}: {reason}" for ref, reason in problems.items()),
+            *(
+                f"node {addresses[ref]} can't run {sys.executable}: {reason}"
+                for ref, reason in problems.items()
+            ),
             "workers run the run's own interpreter: its environment and this checkout must lie at "
             "the same path on every node",
         )

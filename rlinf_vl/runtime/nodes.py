@@ -27,14 +27,20 @@ def nodes_with(kind: str) -> list[Node]:
     for node in ray.nodes():
         slots = int(node["Resources"].get(kind, 0)) if node["Alive"] else 0
         if slots:
-            address, is_head = node["NodeManagerAddress"], "node:__internal_head__" in node["Resources"]
+            address, is_head = (
+                node["NodeManagerAddress"],
+                "node:__internal_head__" in node["Resources"],
+            )
             # as numbers, so that 10.0.0.9 comes before 10.0.0.10
             try:
                 address_number = int(ip_address(address))
             except ValueError:  # a host's name
                 address_number = 0
             keyed_nodes.append(
-                ((not is_head, address_number, address, node["NodeID"]), Node(node["NodeID"], address, slots))
+                (
+                    (not is_head, address_number, address, node["NodeID"]),
+                    Node(node["NodeID"], address, slots),
+                )
             )
     return [node for _, node in sorted(keyed_nodes, key=lambda pair: pair[0])]
 
@@ -95,11 +101,19 @@ class ElasticNodes:
         tables = [placement_group_table(group) for group in self._ranks]
         if any(table["state"] != "CREATED" for table in tables):
             return []
-        occupied = self._placed_nodes.union(*(table["bundles_to_node_id"].values() for table in tables))
+        occupied = self._placed_nodes.union(
+            *(table["bundles_to_node_id"].values() for table in tables)
+        )
         new = [node for node in nodes_with(self._kinds[-1]) if node.id not in occupied]
         self._placed_nodes |= {node.id for node in new}
-        return [self.seat(node.id, self._slots) for node in new for _ in range(node.slots // self._slots)]
+        return [
+            self.seat(node.id, self._slots)
+            for node in new
+            for _ in range(node.slots // self._slots)
+        ]
 
     def lost(self, seat: Seat) -> bool:
         """Return whether the seat's node has left the cluster."""
-        return seat.node is not None and all(node["NodeID"] != seat.node or not node["Alive"] for node in ray.nodes())
+        return seat.node is not None and all(
+            node["NodeID"] != seat.node or not node["Alive"] for node in ray.nodes()
+        )

@@ -59,7 +59,10 @@ def own_process(cpu_threads: int | None, device: str) -> None:
         node = ray.get_runtime_context().get_node_id()
         (gpus,) = (n["Resources"].get("GPU", 1) for n in ray.nodes() if n["NodeID"] == node)
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}  # of its children, too
+    os.environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }  # of its children, too
     torch.set_num_threads(threads)
 
 
@@ -199,7 +202,9 @@ def wait_for_all(
         RayActorError: an actor's constructor failed.
         RayTaskError: a call failed while all actors live, or with one of `own_faults`.
     """
-    heartbeats = {name: Heartbeat(actor.process.remote, heartbeat_timeout) for name, actor in actors.items()}
+    heartbeats = {
+        name: Heartbeat(actor.process.remote, heartbeat_timeout) for name, actor in actors.items()
+    }
     waiting = list(pending)
     deadline = time.monotonic() + timeout
     while waiting:
@@ -207,7 +212,9 @@ def wait_for_all(
         try:
             ray.get(done)
         except RayError as error:
-            if not isinstance(error, RayActorError | RayTaskError):  # the actor's node is lost, or its result
+            if not isinstance(
+                error, RayActorError | RayTaskError
+            ):  # the actor's node is lost, or its result
                 raise ActorsLost(f"an actor is lost: {cause_of(error)}") from error
             if isinstance(error, RayActorError):
                 if error.actor_init_failed:  # any other actor's constructor would fail, too
@@ -219,7 +226,10 @@ def wait_for_all(
                 if _of_network(error.cause):
                     raise ActorsLost(f"they have lost each other: {reason_of(error)}") from error
                 raise
-            name = next((name for name, actor in actors.items() if actor._actor_id.hex() == dead.actor_id), "an actor")
+            name = next(
+                (name for name, actor in actors.items() if actor._actor_id.hex() == dead.actor_id),
+                "an actor",
+            )
             raise ActorsLost(f"{name} died: {cause_of(dead)}") from error
         for name, heartbeat in heartbeats.items() if heartbeat_timeout < math.inf else ():
             if reason := heartbeat.failure():
@@ -236,7 +246,9 @@ def _find_dead(actors: Collection[Any]) -> RayActorError | None:
     pending: list[ray.ObjectRef] = []
     while time.monotonic() < deadline:
         # all are asked again until the time is over: Ray learns of a death some seconds later
-        pending += [actor.process.remote() for actor in actors] if len(pending) < len(actors) else []
+        pending += (
+            [actor.process.remote() for actor in actors] if len(pending) < len(actors) else []
+        )
         answered, pending = ray.wait(pending, num_returns=len(pending), timeout=0.5)
         for reference in answered:
             try:
@@ -251,7 +263,9 @@ def _of_network(cause: BaseException | None) -> bool:
     may not know yet."""
     from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
-    return isinstance(cause, DistError) or (isinstance(cause, RuntimeError) and "gloo/transport" in str(cause))
+    return isinstance(cause, DistError) or (
+        isinstance(cause, RuntimeError) and "gloo/transport" in str(cause)
+    )
 
 
 def cause_of(error: RayError) -> str:

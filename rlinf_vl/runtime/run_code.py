@@ -26,7 +26,11 @@ def code_of_run(config: DictConfig) -> list[str]:
     executed = []
     name = OmegaConf.select(config, "rollout.model.model_type") or ""
     if is_code(name):
-        origin = "runner.code_files" if _texts_beside(name, _code_files(config)) else "a module or file of this machine"
+        origin = (
+            "runner.code_files"
+            if _texts_beside(name, _code_files(config))
+            else "a module or file of this machine"
+        )
         executed.append(f"rollout.model.model_type names {name!r} ({origin})")
     if OmegaConf.select(config, "rollout.model.trust_remote_code"):
         base = OmegaConf.select(config, "rollout.model.model_path")
@@ -34,7 +38,9 @@ def code_of_run(config: DictConfig) -> list[str]:
     return executed
 
 
-def refuse_code_of_run(config: DictConfig, folder: Any, trusted: bool, evaluated_by: Config | None = None) -> None:
+def refuse_code_of_run(
+    config: DictConfig, folder: Any, trusted: bool, evaluated_by: Config | None = None
+) -> None:
     """Refuse to load the model of a run whose folder brings Python along, unless that is trusted.
 
     Args:
@@ -81,4 +87,8 @@ def _texts_beside(name: str, files: Mapping[str, str]) -> dict[str, str]:
     folder."""
     place = name.rpartition(":")[0]
     folder = os.path.dirname(place)
-    return {path: text for path, text in files.items() if path.endswith(place) or path.startswith(f"{folder}/")}
+    return {
+        path: text
+        for path, text in files.items()
+        if path.endswith(place) or path.startswith(f"{folder}/")
+    }

@@ -72,7 +72,9 @@ def locked(run_dir: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"runner.output_dir: {path.parent} can't be written to ({error.strerror})") from None
+        raise ConfigError(
+            f"runner.output_dir: {path.parent} can't be written to ({error.strerror})"
+        ) from None
     with file:
         file.seek(0)
         owner = file.read().strip()
@@ -85,7 +87,11 @@ def locked(run_dir: Path) -> Iterator[None]:
                 "or runner.output_dir"
             ) from None
         except OSError as error:
-            log.warning("%s: this file system has no locks (%s), so nothing keeps two runs apart there", path, error)
+            log.warning(
+                "%s: this file system has no locks (%s), so nothing keeps two runs apart there",
+                path,
+                error,
+            )
         if owner and not owner.endswith(f" on {host}"):
             log.warning(
                 f"the last run of {run_dir}, {owner}, did not end by itself. If it still goes on, "
@@ -103,7 +109,10 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def open_folder(
-    config: Config, run_dir: Path, checkpoint: Folder | None, report: Callable[[int, str, str], None]
+    config: Config,
+    run_dir: Path,
+    checkpoint: Folder | None,
+    report: Callable[[int, str, str], None],
 ) -> Folder | None:
     """Prepare the folder for a run that starts from `checkpoint`, and write its `config.yaml`.
 
@@ -115,9 +124,13 @@ def open_folder(
     """
     home = checkpoint_home(config, run_dir)
     step = load_state(checkpoint)["step"] if checkpoint else 0
-    changed_lines = changed_keys(config, checkpoint.parents[1] / "config.yaml") if checkpoint else []
+    changed_lines = (
+        changed_keys(config, checkpoint.parents[1] / "config.yaml") if checkpoint else []
+    )
     changed_lines = [line for line in changed_lines if not line.startswith("runner.resume_dir:")]
-    adapter_prefixes = ADAPTER_KEYS if config.actor.model.is_lora else ("actor.model.is_lora: true",)
+    adapter_prefixes = (
+        ADAPTER_KEYS if config.actor.model.is_lora else ("actor.model.is_lora: true",)
+    )
     adapter_lines = [line for line in changed_lines if line.startswith(adapter_prefixes)]
     if adapter_lines:
         raise ConfigError(
@@ -137,19 +150,30 @@ def open_folder(
                 shutil.rmtree(run_dir)  # nothing is worth keeping, so it gets no number
             # the folder, and the one of its checkpoints if they lie elsewhere
             for folder in {run_dir, home}:
-                if any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
+                if any(
+                    (folder / name).exists()
+                    for name in ("config.yaml", "metrics.jsonl", "checkpoints")
+                ):
                     aside = _numbered(folder.with_name(f"{folder.name}.previous"))
                     if checkpoint and str(checkpoint.resolve()).startswith(f"{folder.resolve()}/"):
-                        checkpoint = aside / str(checkpoint.resolve()).removeprefix(f"{folder.resolve()}/")
+                        checkpoint = aside / str(checkpoint.resolve()).removeprefix(
+                            f"{folder.resolve()}/"
+                        )
                     rename(folder, aside)
-                    events.append(("folder_set_aside", f"the run that was in {folder} is now in {aside}"))
+                    events.append(
+                        ("folder_set_aside", f"the run that was in {folder} is now in {aside}")
+                    )
         for folder in {run_dir, home}:
             folder.mkdir(parents=True, exist_ok=True)
             save_config(config, folder / "config.yaml")
     except OSError as error:
-        raise ConfigError(f"runner.output_dir: {run_dir} can't be made ready for a run: {error}") from None
+        raise ConfigError(
+            f"runner.output_dir: {run_dir} can't be made ready for a run: {error}"
+        ) from None
     if changed_lines:
-        events.append(("config_changed", f"keys that are not as they were: {'; '.join(changed_lines)}"))
+        events.append(
+            ("config_changed", f"keys that are not as they were: {'; '.join(changed_lines)}")
+        )
     for kind, message in events:
         report(step, kind, message)
     return checkpoint
@@ -186,7 +210,11 @@ def _set_newer_aside(run_dir: Path, home: Folder, step: int) -> Path | None:
     if not newer:
         return None
     aside = _numbered(run_dir / "abandoned")
-    recorded = [file for file in (run_dir / "trajectories").glob("step_*.parquet") if int(file.stem[5:]) > step]
+    recorded = [
+        file
+        for file in (run_dir / "trajectories").glob("step_*.parquet")
+        if int(file.stem[5:]) > step
+    ]
     for path in [*newer, *recorded]:
         target = (home if path in newer else run_dir) / aside.name / path.parent.name
         target.mkdir(parents=True, exist_ok=True)
@@ -204,4 +232,8 @@ def _set_newer_aside(run_dir: Path, home: Folder, step: int) -> Path | None:
 def _numbered(path: AnyFolder, suffix: str = "") -> AnyFolder:
     """Return the first of `path`-1, `path`-2, …, each with `suffix`, that doesn't exist."""
     paths = (path.with_name(f"{path.name}-{n}{suffix}") for n in itertools.count(1))
-    return next(path for path in paths if not (os.path.lexists(path) if isinstance(path, Path) else path.exists()))
+    return next(
+        path
+        for path in paths
+        if not (os.path.lexists(path) if isinstance(path, Path) else path.exists())
+    )

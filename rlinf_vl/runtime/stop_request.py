@@ -70,15 +70,20 @@ class StopRequest:
         if self.grace_period is not None:
             within = f"within {self.grace_period:g} s (runner.grace_period)"
             # of a short grace period, half is for the checkpoint
-            self._end = threading.Timer(max(self.grace_period - LEAVE_S, self.grace_period / 2), self._overdue)
+            self._end = threading.Timer(
+                max(self.grace_period - LEAVE_S, self.grace_period / 2), self._overdue
+            )
             self._end.daemon = True
             self._end.start()
-        log.warning("%s: the run will stop with a checkpoint %s; once more to stop it at once", name, within)
+        log.warning(
+            "%s: the run will stop with a checkpoint %s; once more to stop it at once", name, within
+        )
 
     def _overdue(self) -> None:
         """Act as a second signal, from a thread."""
         log.error(
-            "runner.grace_period: %g s do not suffice; the run ends without another checkpoint", self.grace_period
+            "runner.grace_period: %g s do not suffice; the run ends without another checkpoint",
+            self.grace_period,
         )
         assert self.number is not None
         signal.pthread_kill(threading.main_thread().ident or 0, self.number)

@@ -22,7 +22,9 @@ def toy_checkpoint_path(
     It lies under `cache_root(cache_dir)`.
     """
     # The folder's name has a hash of the sources, so that a change of them builds a new checkpoint.
-    builder_sources = (str(Path(__file__).with_name(name)) for name in ("task.py", "files.py", "model.py"))
+    builder_sources = (
+        str(Path(__file__).with_name(name)) for name in ("task.py", "files.py", "model.py")
+    )
     target = (
         cache_root(cache_dir)
         / f"{toy}-{source_version(*task.toy_of(toy).sources, *builder_sources)}"

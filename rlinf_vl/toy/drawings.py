@@ -65,7 +65,11 @@ def all_placements() -> tuple[Placement, ...]:
     """Return the 441 placements of a rectangle on the grid, in order."""
     sides = range(1, GRID + 1)
     return tuple(
-        Placement(w, h, x, y) for w in sides for h in sides for x in range(GRID - w + 1) for y in range(GRID - h + 1)
+        Placement(w, h, x, y)
+        for w in sides
+        for h in sides
+        for x in range(GRID - w + 1)
+        for y in range(GRID - h + 1)
     )
 
 
@@ -79,7 +83,9 @@ def held_out_placements() -> tuple[Placement, ...]:
     chosen = [p for p in all_placements() if p.size in HELD_OUT_SIZES]
     remaining = Counter(p.size for p in all_placements())
     candidates = set(all_placements()).difference(chosen)
-    for placement in sorted(candidates, key=lambda p: hashlib.sha256(f"toy split {p}".encode()).digest()):
+    for placement in sorted(
+        candidates, key=lambda p: hashlib.sha256(f"toy split {p}".encode()).digest()
+    ):
         if len(chosen) < N_HELD_OUT and remaining[placement.size] > 1:
             remaining[placement.size] -= 1
             chosen.append(placement)
@@ -124,7 +130,9 @@ def toy_rows(split: Split) -> list[dict[str, Any]]:
         Dicts of `id` (it names placement, kind and colouring), `problem` (`<image>` and the
         question), `images` (one {"bytes": PNG, "path": None}) and `answer` (`\\boxed{18}`).
     """
-    placements, colourings = (training_placements(), COLOURINGS) if split == "train" else (held_out_placements(), 1)
+    placements, colourings = (
+        (training_placements(), COLOURINGS) if split == "train" else (held_out_placements(), 1)
+    )
     # A random stream for each split: neither depends on the other.
     rng = np.random.default_rng([2024, split == "train"])
     rows = []
@@ -152,7 +160,9 @@ def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
     answers: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         answers[row["problem"]][row["answer"]] += 1
-    return sum(max(counts.values()) for counts in answers.values()) / sum(map(Counter.total, answers.values()))
+    return sum(max(counts.values()) for counts in answers.values()) / sum(
+        map(Counter.total, answers.values())
+    )
 
 
 def demonstration(width: int, height: int, kind: Kind, rng: np.random.Generator) -> str:
@@ -182,13 +192,23 @@ def ask(rng: np.random.Generator) -> tuple[Placement, Kind, Message]:
     placement = placements[rng.integers(len(placements))]
     kind = list(QUESTIONS)[rng.integers(len(QUESTIONS))]
     picture = {"type": "image", "image": draw(placement, rng)}
-    return placement, kind, {"role": "user", "content": [picture, {"type": "text", "text": QUESTIONS[kind]}]}
+    return (
+        placement,
+        kind,
+        {"role": "user", "content": [picture, {"type": "text", "text": QUESTIONS[kind]}]},
+    )
 
 
 def demonstrate(rng: np.random.Generator) -> list[Message]:
     """Return a question and its worked answer."""
     placement, kind, question = ask(rng)
-    return [question, {"role": "assistant", "content": demonstration(placement.width, placement.height, kind, rng)}]
+    return [
+        question,
+        {
+            "role": "assistant",
+            "content": demonstration(placement.width, placement.height, kind, rng),
+        },
+    ]
 
 
 def summary(model: str = "Qwen3-VL of 0.9 million parameters") -> str:
@@ -215,10 +235,14 @@ TOY = Toy("toy", (__file__,), toy_rows, demonstrate, (), WARM_START_STEPS, 32, s
 QWEN3_5 = replace(
     TOY,
     model_type="qwen3_5",
-    summary=partial(summary, "Qwen3.5 (gated delta nets and attention in turn) of 0.9 million parameters"),
+    summary=partial(
+        summary, "Qwen3.5 (gated delta nets and attention in turn) of 0.9 million parameters"
+    ),
 )
 MOE = replace(
     TOY,
     model_type="qwen3_vl_moe",
-    summary=partial(summary, "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters"),
+    summary=partial(
+        summary, "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters"
+    ),
 )

@@ -26,7 +26,20 @@ SPECIAL_TOKENS = (
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
 #: Pieces of text, as the pre-tokenizer cuts them, that become one token each; a task may add more.
-WORDS = ("user", "assistant", "system", "What", " is", " the", " area", " perimeter", "*(", ")=", " \\", "boxed")
+WORDS = (
+    "user",
+    "assistant",
+    "system",
+    "What",
+    " is",
+    " the",
+    " area",
+    " perimeter",
+    "*(",
+    ")=",
+    " \\",
+    "boxed",
+)
 
 PATCH_SIZE = 8
 MERGE_SIZE = 2
@@ -57,7 +70,9 @@ def toy_vocabulary(words: Iterable[str] = ()) -> tuple[dict[str, int], list[tupl
     The tokens are the bytes, then each prefix of each word of `WORDS` and `words`: BPE builds a
     word from its left end, one character per merge.
     """
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     merges = []
     for word in (*WORDS, *words):
         letters = word.replace(" ", "Ġ")  # byte-level BPE writes a space as Ġ
@@ -91,7 +106,12 @@ def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
     )
     tokenizer.save_pretrained(folder)
     GenerationConfig(
-        do_sample=True, eos_token_id=[ids[EOS_TOKEN]], pad_token_id=ids[PAD_TOKEN], temperature=1.0, top_k=0, top_p=1.0
+        do_sample=True,
+        eos_token_id=[ids[EOS_TOKEN]],
+        pad_token_id=ids[PAD_TOKEN],
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
     ).save_pretrained(folder)
     pixels = dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True) | {
         "image_mean": [0.9] * 3,
@@ -107,5 +127,8 @@ def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
     }
     image = pixels | {"image_processor_type": "Qwen2VLImageProcessor"}
     video = pixels | {"video_processor_type": "Qwen3VLVideoProcessor"}
-    for name, settings in (("preprocessor_config.json", image), ("video_preprocessor_config.json", video)):
+    for name, settings in (
+        ("preprocessor_config.json", image),
+        ("video_preprocessor_config.json", video),
+    ):
         (folder / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -34,7 +34,12 @@ QUESTION = "Which way?"
 #: Move → (rows down, columns right).
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
-COLOURS = {"ground": (245, 245, 240), "wall": (70, 70, 70), "agent": (200, 40, 40), "goal": (40, 160, 60)}
+COLOURS = {
+    "ground": (245, 245, 240),
+    "wall": (70, 70, 70),
+    "agent": (200, 40, 40),
+    "goal": (40, 160, 60),
+}
 BLANK = np.full((SIZE * CELL, SIZE * CELL, 3), 128, np.uint8)
 
 Cell = tuple[int, int]
@@ -57,13 +62,22 @@ class Position:
         Raises:
             ValueError: the text is no maze.
         """
-        cells = {(i, j): sign for i, line in enumerate(text.split("/")) for j, sign in enumerate(line)}
+        cells = {
+            (i, j): sign for i, line in enumerate(text.split("/")) for j, sign in enumerate(line)
+        }
         cells_by_sign: dict[str, list[Cell]] = {"A": [], "G": [], "#": []}
         for cell, sign in cells.items():
             if sign in cells_by_sign:
                 cells_by_sign[sign].append(cell)
-        if cells.keys() != set(_cells()) or len(cells_by_sign["A"]) != 1 or len(cells_by_sign["G"]) != 1:
-            raise ValueError(f"maze: {text!r} is not {SIZE} lines of {SIZE} signs, joined by '/', with one A and one G")
+        if (
+            cells.keys() != set(_cells())
+            or len(cells_by_sign["A"]) != 1
+            or len(cells_by_sign["G"]) != 1
+        ):
+            raise ValueError(
+                f"maze: {text!r} is not {SIZE} lines of {SIZE} signs, joined by '/', with one A "
+                "and one G"
+            )
         return cls(frozenset(cells_by_sign["#"]), cells_by_sign["A"][0], cells_by_sign["G"][0])
 
     def __str__(self) -> str:
@@ -84,7 +98,8 @@ class Position:
         return [
             move
             for move in MOVES
-            if distance_of.get(self.after(move).agent, SIZE**2) < distance_of.get(self.agent, SIZE**2)
+            if distance_of.get(self.after(move).agent, SIZE**2)
+            < distance_of.get(self.agent, SIZE**2)
         ]
 
     def picture(self) -> np.ndarray:
@@ -197,7 +212,9 @@ class Maze:
             but "every" are controls that measure whether a policy needs the pictures.
     """
 
-    def __init__(self, *, reward_max: float, reward_min: float, seed: int, shown: Shown = "every") -> None:
+    def __init__(
+        self, *, reward_max: float, reward_min: float, seed: int, shown: Shown = "every"
+    ) -> None:
         if shown not in get_args(Shown):
             raise ValueError(f"shown: {shown!r} is none of {', '.join(get_args(Shown))}")
         self._reward_max, self._reward_min, self._picture_mode = reward_max, reward_min, shown
@@ -223,7 +240,11 @@ class Maze:
         self._turns += 1
         success = self.position.agent == previous.goal
         self._over = success or self._turns == MAX_TURNS
-        metrics = {"success": float(success), "turns": float(self._turns), "bumps": float(self._bumps)}
+        metrics = {
+            "success": float(success),
+            "turns": float(self._turns),
+            "bumps": float(self._bumps),
+        }
         info = {"correct": success, "metrics": metrics, "state": str(previous)}
         if self._over:
             return StepResult((), self._reward_max if success else self._reward_min, True, info)
@@ -235,7 +256,11 @@ class Maze:
     def _picture(self) -> dict[str, object]:
         """Return the part of the next message that shows the maze, as `shown` says."""
         grey = self._picture_mode == "none" or (self._picture_mode == "first" and self._turns > 0)
-        current = self._first_picture if self._picture_mode == "first_repeated" else self.position.picture()
+        current = (
+            self._first_picture
+            if self._picture_mode == "first_repeated"
+            else self.position.picture()
+        )
         return {"type": "image", "image": BLANK if grey else current}
 
 

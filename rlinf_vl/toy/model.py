@@ -64,7 +64,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "linear_value_head_dim": 32,
         }
         | {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+            }
             | {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
         },
         {},
@@ -79,17 +83,41 @@ def toy_config(toy: Toy) -> Any:
     16×16 pixels.
     """
     ids = files.special_ids(toy.words)
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    }
     # The vocabulary is padded to a multiple of 8.
     text = (
-        {"vocab_size": -(-(max(ids.values()) + 1) // 8) * 8, "hidden_size": 128, "intermediate_size": 256}
-        | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        {
+            "vocab_size": -(-(max(ids.values()) + 1) // 8) * 8,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+        }
+        | {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        }
         | {"max_position_embeddings": 4096, "rope_parameters": rope, "tie_word_embeddings": True}
-        | {"pad_token_id": ids[files.PAD_TOKEN], "bos_token_id": None, "eos_token_id": ids[files.EOS_TOKEN]}
+        | {
+            "pad_token_id": ids[files.PAD_TOKEN],
+            "bos_token_id": None,
+            "eos_token_id": ids[files.EOS_TOKEN],
+        }
         | {"initializer_range": TEXT_INIT_STD}
     )
     vision = (
-        {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+        {
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+        }
         | {"patch_size": files.PATCH_SIZE, "spatial_merge_size": files.MERGE_SIZE}
         | {"temporal_patch_size": files.TEMPORAL_PATCH_SIZE, "num_position_embeddings": GRID**2}
         | {"initializer_range": VISION_INIT_STD}
@@ -157,11 +185,16 @@ def demonstration_batch(
             # Each turn is tokenized on its own, as in inference: the sampled ids of earlier answers
             # are kept there, and text joined over a boundary could be tokenized differently.
             history: Any = messages[:number]  # transformers annotates messages as text only
-            rendered = str(tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True))
+            rendered = str(
+                tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+            )
             answer = message["content"] + files.EOS_TOKEN
             prompt_ids, answer_ids = (
                 tokenizer(text, add_special_tokens=False)["input_ids"]
-                for text in (_expanded(rendered.removeprefix(rendered_so_far), new_pictures), answer)
+                for text in (
+                    _expanded(rendered.removeprefix(rendered_so_far), new_pictures),
+                    answer,
+                )
             )
             ids += prompt_ids + answer_ids
             targets += [-100] * len(prompt_ids) + answer_ids
@@ -173,7 +206,9 @@ def demonstration_batch(
     pixels = processor(pictures, return_tensors="pt")
     return {
         "input_ids": input_ids,
-        "attention_mask": pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True),
+        "attention_mask": pad_sequence(
+            [torch.ones_like(ids) for ids in sequences], batch_first=True
+        ),
         # transformers leaves labels of -100 out of the loss.
         "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
         "mm_token_type_ids": (input_ids == special["<|image_pad|>"]).int(),
@@ -184,7 +219,9 @@ def demonstration_batch(
 
 def _pictures(message: Message) -> list[np.ndarray]:
     content = message["content"]
-    return [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
+    return (
+        [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
+    )
 
 
 def _expanded(rendered: str, pictures: list[np.ndarray]) -> str:
@@ -192,7 +229,9 @@ def _expanded(rendered: str, pictures: list[np.ndarray]) -> str:
     first, *following = rendered.split("<|image_pad|>")
     side = files.PATCH_SIZE * files.MERGE_SIZE
     counts = [picture.shape[0] * picture.shape[1] // side**2 for picture in pictures]
-    return first + "".join("<|image_pad|>" * n + text for n, text in zip(counts, following, strict=True))
+    return first + "".join(
+        "<|image_pad|>" * n + text for n, text in zip(counts, following, strict=True)
+    )
 
 
 def warm_start(
@@ -218,10 +257,15 @@ def warm_start(
     )
     loss = float("nan")
     model.train()
-    with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[loss]}"), disable=not progress) as bar:
+    with Progress(
+        *Progress.get_default_columns(), TextColumn("{task.fields[loss]}"), disable=not progress
+    ) as bar:
         row = bar.add_task(f"{toy.name} warm start", total=steps, loss="")
         for _ in range(steps):
-            output = model(**demonstration_batch(toy, tokenizer, processor, toy.batch_size, rng), use_cache=False)
+            output = model(
+                **demonstration_batch(toy, tokenizer, processor, toy.batch_size, rng),
+                use_cache=False,
+            )
             output.loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -264,7 +308,9 @@ def build_toy_checkpoint(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the number of threads changes the order of sums, and so the weights
     try:
-        loss = warm_start(toy_task, model, tokenizer, processor, steps=steps, seed=seed, progress=progress)
+        loss = warm_start(
+            toy_task, model, tokenizer, processor, steps=steps, seed=seed, progress=progress
+        )
     finally:
         torch.set_num_threads(threads)
     disable_progress_bar()  # transformers would show a bar for one file of 4 MB

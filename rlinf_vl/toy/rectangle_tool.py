@@ -85,7 +85,10 @@ class RectangleTool(ToolEnv):
             self.metrics["first_correct"] = float(correct)
         share = (1.0 if is_first else SECOND) if correct else 0.0
         reward = self.pay(self.reward_min + share * (self.reward_max - self.reward_min))
-        retry_message: Message = {"role": "user", "content": [{"type": "text", "text": "wrong, again"}]}
+        retry_message: Message = {
+            "role": "user",
+            "content": [{"type": "text", "text": "wrong, again"}],
+        }
         done = correct or not is_first
         return StepResult(() if done else (retry_message,), reward, done, {"correct": correct})
 
@@ -97,14 +100,17 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
     """
     placement, kind, question = drawings.ask(rng)
     # A demonstrated answer has exactly the form of the reference, so comparing texts grades it.
-    env = RectangleTool(grade=lambda response, answer: response == answer, reward_max=1.0, reward_min=0.0)
+    env = RectangleTool(
+        grade=lambda response, answer: response == answer, reward_max=1.0, reward_min=0.0
+    )
     right = drawings.solve(placement.width, placement.height, kind)
     messages = env.start(Problem("demonstration", (question,), f"\\boxed{{{right}}}"))
     done = False
     while not done:
         # A second attempt counts the sides anew, with the same chance of a mistake.
         width, height = (
-            side + int(rng.random() < drawings.MISCOUNT_PROBABILITY) for side in (placement.width, placement.height)
+            side + int(rng.random() < drawings.MISCOUNT_PROBABILITY)
+            for side in (placement.width, placement.height)
         )
         call = f'{tool.OPEN}{{"name":"{TOOLS[kind]}","arguments":{{"a":{width},"b":{height}}}}}{tool.CLOSE}'
         boxed = f"\\boxed{{{drawings.solve(width, height, kind)}}}"

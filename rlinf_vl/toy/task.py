@@ -53,7 +53,9 @@ def toy_of(name: str) -> Toy:
     return getattr(importlib.import_module(module), attribute)
 
 
-def toy_dataset_path(split: Split, toy: str = "toy", *, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+def toy_dataset_path(
+    split: Split, toy: str = "toy", *, cache_dir: str | os.PathLike[str] | None = None
+) -> Path:
     """Return the path of the parquet file of a split, which is made on first use.
 
     It lies under `cache_root(cache_dir)`.
@@ -67,7 +69,9 @@ def toy_dataset_path(split: Split, toy: str = "toy", *, cache_dir: str | os.Path
         import pyarrow.parquet as pq
 
         text, images = pa.string(), pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-        schema = pa.schema({column: images if column == "images" else text for column in TOYS[toy].columns})
+        schema = pa.schema(
+            {column: images if column == "images" else text for column in TOYS[toy].columns}
+        )
         pq.write_table(pa.Table.from_pylist(task.make_rows(split), schema=schema), path)
 
     version = source_version(*task.sources, __file__)

@@ -42,8 +42,14 @@ class Label:
     def of(cls, weights: Iterable[tuple[str, torch.Tensor]], check: bool = False) -> "Label":
         """Describe these weights; with their fingerprint if `check`."""
         weights = list(weights)
-        entries = tuple((name, str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in weights)
-        return Label(entries=entries, fingerprint=fingerprint(value for _, value in weights) if check else None)
+        entries = tuple(
+            (name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            for name, value in weights
+        )
+        return Label(
+            entries=entries,
+            fingerprint=fingerprint(value for _, value in weights) if check else None,
+        )
 
     @property
     def names(self) -> list[str]:
@@ -74,8 +80,9 @@ class Label:
         """Raise `WeightsDiffer` if there is a fingerprint and it is not `actual`."""
         if self.fingerprint not in (None, actual):
             raise WeightsDiffer(
-                f"weights {self.names[0]} … {self.names[-1]} ({len(self.entries)} of them) {where} are not those the"
-                f" trainer sent: fingerprint {actual:016x}, not {self.fingerprint:016x}"
+                f"weights {self.names[0]} … {self.names[-1]} ({len(self.entries)} of them) {where} "
+                f"are not those the trainer sent: fingerprint {actual:016x}, not "
+                f"{self.fingerprint:016x}"
             )
 
 
@@ -109,10 +116,16 @@ def group_by_size(
         yield group
 
 
-def flatten(weights: Sequence[tuple[str, torch.Tensor]], out: torch.Tensor | None = None) -> torch.Tensor:
+def flatten(
+    weights: Sequence[tuple[str, torch.Tensor]], out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the weights end to end as uint8 [bytes], on their device or written into `out`."""
     if out is None:
-        out = torch.empty(sum(value.nbytes for _, value in weights), dtype=torch.uint8, device=weights[0][1].device)
+        out = torch.empty(
+            sum(value.nbytes for _, value in weights),
+            dtype=torch.uint8,
+            device=weights[0][1].device,
+        )
     offset = 0
     for _, value in weights:
         out[offset : offset + value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
@@ -126,7 +139,9 @@ def pack(
     """Yield buckets of CPU tensors, not copied if contiguous; with fingerprints if `check`."""
     for group in group_by_size(weights, max_bytes):
         label = Label.of(group, check)
-        data = tuple(value.detach().contiguous().view(-1).view(torch.uint8).numpy() for _, value in group)
+        data = tuple(
+            value.detach().contiguous().view(-1).view(torch.uint8).numpy() for _, value in group
+        )
         yield Bucket(entries=label.entries, fingerprint=label.fingerprint, data=data)
 
 

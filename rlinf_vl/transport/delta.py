@@ -44,7 +44,12 @@ def local_part(name: str, value: torch.Tensor) -> Part:
 
     # Every rank has this weight whole: rank 0 sends it.
     if not isinstance(value, DTensor):
-        return name, value.shape, 0, value.reshape(-1)[: value.numel() if dist.get_rank() == 0 else 0]
+        return (
+            name,
+            value.shape,
+            0,
+            value.reshape(-1)[: value.numel() if dist.get_rank() == 0 else 0],
+        )
     mesh, placements = value.device_mesh, value.placements
     _, (first, *_) = compute_local_shape_and_global_offset(value.shape, mesh, placements)
     # Of ranks with the same shard, the one at coordinate 0 of the replicating dimensions sends it.
@@ -94,17 +99,32 @@ class Delta:
             bytes_by_encoding["mask"] = -(-n // 8) + len(changed) * value_bytes
             for bits, (position, count) in _BLOCKS.items():
                 entry_bytes = np.dtype(position).itemsize + value_bytes
-                bytes_by_encoding[bits] = len(changed) * entry_bytes + -(-n // 2**bits) * np.dtype(count).itemsize
+                bytes_by_encoding[bits] = (
+                    len(changed) * entry_bytes + -(-n // 2**bits) * np.dtype(count).itemsize
+                )
         encoding = min(bytes_by_encoding, key=bytes_by_encoding.__getitem__)
         if changed is None or encoding == "whole":
-            return cls(encoding="whole", counts=empty, positions=empty, values=new.cpu().numpy(), **fields)
+            return cls(
+                encoding="whole", counts=empty, positions=empty, values=new.cpu().numpy(), **fields
+            )
         values = new[changed].cpu().numpy()
         if isinstance(encoding, str):
             mask = np.zeros(n, bool)
             mask[changed.cpu().numpy()] = True
-            return cls(encoding=encoding, counts=empty, positions=np.packbits(mask), values=values, **fields)
+            return cls(
+                encoding=encoding,
+                counts=empty,
+                positions=np.packbits(mask),
+                values=values,
+                **fields,
+            )
         position, count = _BLOCKS[encoding]
-        counts = torch.bincount(changed >> encoding, minlength=-(-n // 2**encoding)).cpu().numpy().astype(count)
+        counts = (
+            torch.bincount(changed >> encoding, minlength=-(-n // 2**encoding))
+            .cpu()
+            .numpy()
+            .astype(count)
+        )
         positions = (changed & (2**encoding - 1)).to(torch.int32).cpu().numpy().astype(position)
         return cls(encoding=encoding, counts=counts, positions=positions, values=values, **fields)
 
@@ -112,7 +132,9 @@ class Delta:
     def nbytes(self) -> int:
         return self.counts.nbytes + self.positions.nbytes + self.values.nbytes
 
-    def parts(self, device: str) -> Iterator[tuple[str, torch.Size, torch.Tensor | slice, torch.Tensor]]:
+    def parts(
+        self, device: str
+    ) -> Iterator[tuple[str, torch.Size, torch.Tensor | slice, torch.Tensor]]:
         """Yield the changes of each piece that has any.
 
         Each is (name, shape of the weight, indices, values [k]); indices are int64 [k], or a slice
@@ -121,11 +143,19 @@ class Delta:
         values = _on(self.values, device)
         ends = np.cumsum([elements for *_, elements in self.pieces])
         changed = self._changed(device)
-        cuts = ends if changed is None else torch.searchsorted(changed, torch.from_numpy(ends).to(device)).tolist()
+        cuts = (
+            ends
+            if changed is None
+            else torch.searchsorted(changed, torch.from_numpy(ends).to(device)).tolist()
+        )
         begin = offset = 0
         for (name, shape, start, elements), cut in zip(self.pieces, cuts, strict=True):
             if cut > begin:
-                indices = slice(start, start + elements) if changed is None else changed[begin:cut] + (start - offset)
+                indices = (
+                    slice(start, start + elements)
+                    if changed is None
+                    else changed[begin:cut] + (start - offset)
+                )
                 yield name, torch.Size(shape), indices, values[begin:cut]
             begin, offset = cut, offset + elements
 
@@ -213,7 +243,12 @@ class DeltaSender(ObjectStoreSender):
             if full_offer is None:
                 old = self._last[number].to(self.device, non_blocking=True) if is_known else None
                 delta = Delta.between(
-                    old, new, number=number, base=base if is_known else None, dtype=dtype, pieces=pieces
+                    old,
+                    new,
+                    number=number,
+                    base=base if is_known else None,
+                    dtype=dtype,
+                    pieces=pieces,
                 )
                 sent_bytes, full_bytes = sent_bytes + delta.nbytes, full_bytes + new.nbytes
                 labels.append(ray.put(delta))
@@ -225,7 +260,9 @@ class DeltaSender(ObjectStoreSender):
 
     def snapshot_buckets(self) -> list[ray.ObjectRef]:
         buckets: list[ray.ObjectRef] = []
-        for number, ((dtype, pieces), last) in enumerate(zip(self._pieces, self._last, strict=True)):
+        for number, ((dtype, pieces), last) in enumerate(
+            zip(self._pieces, self._last, strict=True)
+        ):
             delta = Delta.between(None, last, number=number, base=None, dtype=dtype, pieces=pieces)
             buckets.append(ray.put(delta))
         return buckets
@@ -239,7 +276,9 @@ class DeltaSender(ObjectStoreSender):
         for part in self.parts():
             _, shape, _, value = part
             weight_bytes = math.prod(shape) * value.element_size()
-            if bucket and (bucket_bytes + weight_bytes > self.bucket_bytes or bucket[0][3].dtype != value.dtype):
+            if bucket and (
+                bucket_bytes + weight_bytes > self.bucket_bytes or bucket[0][3].dtype != value.dtype
+            ):
                 yield _joined(bucket)
                 bucket, bucket_bytes = [], 0
             bucket.append(part)

@@ -61,11 +61,17 @@ class GroupStore:
         self.release([group.id])  # a group of the same name, which was sampled again
         new_images = []
         for image, _ in group.images:
-            if not own_images and len(image.data) > REFERENCE_BYTES and image.hash not in self._images:
+            if (
+                not own_images
+                and len(image.data) > REFERENCE_BYTES
+                and image.hash not in self._images
+            ):
                 new_images.append(ray.put(np.frombuffer(image.data, np.uint8)))
                 self._images[image.hash] = new_images[-1]
         hashes = {image.hash for image, _ in group.images}
-        stored = {name: StoredImage(name, self._images[name]) for name in hashes & self._images.keys()}
+        stored = {
+            name: StoredImage(name, self._images[name]) for name in hashes & self._images.keys()
+        }
         reference = ray.put(group.with_images(stored))
         self._groups[group.id] = (reference, hashes)
         self._groups_of_image.update(hashes)
@@ -103,7 +109,14 @@ def fetch(references: Mapping[int, ray.ObjectRef]) -> dict[int, Group]:
     object store, which keeps an object as long as a view of it lives.
     """
     groups = dict(zip(references, ray.get(list(references.values())), strict=True))
-    stored = {i.hash: i for group in groups.values() for i, _ in group.images if isinstance(i, StoredImage)}
+    stored = {
+        i.hash: i
+        for group in groups.values()
+        for i, _ in group.images
+        if isinstance(i, StoredImage)
+    }
     data = ray.get([image.reference for image in stored.values()])
-    images = {name: ImageRef(name, memoryview(array)) for name, array in zip(stored, data, strict=True)}
+    images = {
+        name: ImageRef(name, memoryview(array)) for name, array in zip(stored, data, strict=True)
+    }
     return {key: group.with_images(images) for key, group in groups.items()}

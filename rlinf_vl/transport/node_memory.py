@@ -16,7 +16,9 @@ class NodeMemory:
 
         Without a path, make `size` bytes.
         """
-        descriptor = os.memfd_create("rlinf_vl-weights") if path is None else os.open(path, os.O_RDWR)
+        descriptor = (
+            os.memfd_create("rlinf_vl-weights") if path is None else os.open(path, os.O_RDWR)
+        )
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         if path is None:
             self._file.truncate(size)

@@ -152,7 +152,9 @@ class Sender:
         """Put this rank's part of the weights sent last into the object store."""
         if self.rank:  # rank 0 has copies of all weights
             return []
-        weights = (weight for label, flat in self.sent_buckets for weight in label.views(flat).items())
+        weights = (
+            weight for label, flat in self.sent_buckets for weight in label.views(flat).items()
+        )
         return [ray.put(bucket) for bucket in pack(weights, self.bucket_bytes)]
 
     def buckets(self) -> Iterator[tuple[int, Label, list[tuple[str, torch.Tensor]]]]:

@@ -68,8 +68,8 @@ def at(place: str, handles: Sequence[Handle | StagedBucket]) -> list[Handle | St
     if not handles_here:
         sender_places = ", ".join(sorted({handle.place for handle in handles}))
         raise ValueError(
-            f"rollout.weight_sync: shared_memory, but no actor rank is at the place of this rollout worker, {place} (actor"
-            f" ranks: {sender_places}); set broadcast or object_store"
+            "rollout.weight_sync: shared_memory, but no actor rank is at the place of this "
+            f"rollout worker, {place} (actor ranks: {sender_places}); set broadcast or object_store"
         )
     return handles_here
 
@@ -131,7 +131,9 @@ class SharedMemorySender(Sender):
             if self._memory is None:  # labels are the same in every sync, but for fingerprints
                 self._memory = self._share(labels)
             pairs = zip(self._handles, labels, strict=True)
-            self._handles = [replace(h, fingerprint=new.fingerprint, sync=self._syncs) for h, new in pairs]
+            self._handles = [
+                replace(h, fingerprint=new.fingerprint, sync=self._syncs) for h, new in pairs
+            ]
         return self._handles
 
     def deliver(self, readers: Sequence[ray.ObjectRef] = ()) -> None:
@@ -160,7 +162,9 @@ class SharedMemorySender(Sender):
             starts.append(-(-(starts[-1] + label.nbytes + 8) // 64) * 64)
         memory, name = NodeMemory(size=starts[-1]), uuid.uuid4().hex
         for label, start in zip(labels, starts, strict=False):
-            handle = Handle(entries=label.entries, place=self._place, where=(name, memory.path, start))
+            handle = Handle(
+                entries=label.entries, place=self._place, where=(name, memory.path, start)
+            )
             self._handles.append(handle)
             self.sent_buckets.append((label, memory.flat[start : start + label.nbytes]))
         return memory
@@ -185,7 +189,10 @@ class SharedMemorySender(Sender):
             try:
                 place, pid = ray.get(answer, timeout=TIMEOUT)
             except RayError as error:
-                log.warning("a rollout worker is not waited for in this weight sync: %s", type(error).__name__)
+                log.warning(
+                    "a rollout worker is not waited for in this weight sync: %s",
+                    type(error).__name__,
+                )
                 continue
             if place == self._place:
                 readers.add(pid)

@@ -142,7 +142,11 @@ class Staging:
                 readers.difference_update(pid for pid in waiting if not _lives(pid))
                 next_check_s = time_s + LOOK_S
             if time_s > deadline_s:
-                log.warning("processes %s have not read weights for %s s: they are not waited for", waiting, TIMEOUT)
+                log.warning(
+                    "processes %s have not read weights for %s s: they are not waited for",
+                    waiting,
+                    TIMEOUT,
+                )
                 readers.difference_update(waiting)
             time.sleep(1e-4)
 
@@ -154,7 +158,9 @@ def expandable_segments_off() -> Iterator[None]:
     It changes nothing unless the environment asks for expandable segments.
     """
     settings = (os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
-    if not any(re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE) for value in settings):
+    if not any(
+        re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE) for value in settings
+    ):
         yield
         return
     _set_allocator("expandable_segments:False")
@@ -201,7 +207,10 @@ def read_staged(buckets: Sequence[StagedBucket], pid: int) -> Iterator[dict[str,
             if flat.is_cuda:
                 torch.cuda.synchronize()  # copied before the sender writes again
             if board.number_at(0) >= bucket.number + n_buffers:
-                raise TimeoutError(f"weights were overwritten: this process took more than {TIMEOUT} s to copy them")
+                raise TimeoutError(
+                    f"weights were overwritten: this process took more than {TIMEOUT} s to copy "
+                    "them"
+                )
             board.set_number(8 * pid, bucket.number)
     finally:  # the sender does not wait for a reader that failed
         board.set_number(8 * pid, buckets[-1].last)

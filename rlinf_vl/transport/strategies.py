@@ -25,7 +25,9 @@ SENDERS: dict[str, type[Sender]] = {
 STORED = ("object_store", "delta")
 
 
-def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_actors: bool) -> str:
+def resolve_weight_sync(
+    weight_sync: str, device: str, collocated: bool, beside_actors: bool
+) -> str:
     """Return `rollout.weight_sync` with `auto` resolved.
 
     Args:
@@ -37,7 +39,12 @@ def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_
     """
     broadcast = device == "cuda" and not collocated
     # In order of preference: `auto` is the first that works.
-    availability = {"shared_memory": beside_actors, "broadcast": broadcast, "delta": True, "object_store": True}
+    availability = {
+        "shared_memory": beside_actors,
+        "broadcast": broadcast,
+        "delta": True,
+        "object_store": True,
+    }
     if weight_sync == "auto":
         return next(strategy for strategy, works in availability.items() if works)
     if device == "cuda" and not availability[weight_sync]:
@@ -46,12 +53,15 @@ def resolve_weight_sync(weight_sync: str, device: str, collocated: bool, beside_
             "shared_memory": "CUDA IPC needs an actor rank on the GPU of every engine",
         }[weight_sync]
         raise ValueError(
-            f"rollout.weight_sync: {weight_sync} does not go with this cluster.component_placement: {reason}; set auto"
+            f"rollout.weight_sync: {weight_sync} does not go with this "
+            f"cluster.component_placement: {reason}; set auto"
         )
     return weight_sync
 
 
-def received(strategy: str, labels: Sequence[Any], device: str) -> Generator[Mapping[str, torch.Tensor | Patch]]:
+def received(
+    strategy: str, labels: Sequence[Any], device: str
+) -> Generator[Mapping[str, torch.Tensor | Patch]]:
     """Yield the weights of each label, or their changes, as views to be copied.
 
     Labels are the stored objects with delta and object_store, handles with shared_memory.

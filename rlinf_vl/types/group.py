@@ -47,24 +47,36 @@ class Group:
     def __post_init__(self) -> None:
         fields, prefix = self._fields(), self.prefix
         for sequence in self.sequences:
-            assert np.array_equal(sequence.ids[: self.prefix_length], prefix), "sequences have different prefixes"
-            assert not sequence.loss_mask[: self.prefix_length].any(), "a token of the prefix was sampled"
+            assert np.array_equal(sequence.ids[: self.prefix_length], prefix), (
+                "sequences have different prefixes"
+            )
+            assert not sequence.loss_mask[: self.prefix_length].any(), (
+                "a token of the prefix was sampled"
+            )
             sequence_fields = _kinds(sequence)
-            assert sequence_fields == fields, f"one sequence has {fields}, another {sequence_fields}"
+            assert sequence_fields == fields, (
+                f"one sequence has {fields}, another {sequence_fields}"
+            )
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        return tuple(sequence for trajectory in self.trajectories for sequence in trajectory.sequences)
+        return tuple(
+            sequence for trajectory in self.trajectories for sequence in trajectory.sequences
+        )
 
     @property
     def prefix(self) -> np.ndarray:
         """The token ids with which all sequences begin, int32 [prefix_length]."""
-        return self.sequences[0].ids[: self.prefix_length] if self.sequences else np.zeros(0, np.int32)
+        return (
+            self.sequences[0].ids[: self.prefix_length] if self.sequences else np.zeros(0, np.int32)
+        )
 
     @property
     def images(self) -> tuple[tuple[ImageRef, Grid], ...]:
         """The distinct images with their grids, in order of appearance."""
-        return tuple({image.hash: (image, grid) for s in self.sequences for image, grid in s.images}.values())
+        return tuple(
+            {image.hash: (image, grid) for s in self.sequences for image, grid in s.images}.values()
+        )
 
     @property
     def array_bytes(self) -> int:
@@ -82,7 +94,10 @@ class Group:
         """Return one of its trajectories with the images on which its answers were sampled."""
         if not trajectory.corrupted:
             return trajectory
-        return replace(trajectory, sequences=tuple(s.with_images(self.corrupted_images) for s in trajectory.sequences))
+        return replace(
+            trajectory,
+            sequences=tuple(s.with_images(self.corrupted_images) for s in trajectory.sequences),
+        )
 
     def _fields(self) -> dict[str, "_Kind"]:
         """Return dtype and shape of the per-token arrays, by name."""
@@ -91,7 +106,9 @@ class Group:
     def _arrays(self) -> list[np.ndarray]:
         """Return the arrays in a pickle: those of the prefix, then the rest of each sequence."""
         sequences, fields, start = self.sequences, self._fields(), self.prefix_length
-        prefix = [sequences[0].arrays()[name][:start] for name in fields if name not in _NOT_SAMPLED]
+        prefix = [
+            sequences[0].arrays()[name][:start] for name in fields if name not in _NOT_SAMPLED
+        ]
         return prefix + [s.arrays()[name][start:] for s in sequences for name in fields]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -103,9 +120,14 @@ class Group:
         for t in self.trajectories:
             sequences = []
             for sequence in t.sequences:
-                sequence_images = tuple((number[image.hash], grid) for image, grid in sequence.images)
+                sequence_images = tuple(
+                    (number[image.hash], grid) for image, grid in sequence.images
+                )
                 sequences.append(
-                    (len(sequence.ids) - self.prefix_length, unique_images.setdefault(sequence_images, sequence_images))
+                    (
+                        len(sequence.ids) - self.prefix_length,
+                        unique_images.setdefault(sequence_images, sequence_images),
+                    )
                 )
             turns = tuple(map(astuple, t.turns))
             rows.append(
@@ -147,7 +169,9 @@ def _load_group(
         return array.reshape(n, *kind[1])
 
     # The order of reading is that of `Group._arrays`.
-    prefix = {name: read(kind, prefix_length) for name, kind in fields.items() if name not in _NOT_SAMPLED}
+    prefix = {
+        name: read(kind, prefix_length) for name, kind in fields.items() if name not in _NOT_SAMPLED
+    }
     for name in fields.keys() & _NOT_SAMPLED:
         prefix[name] = np.full(prefix_length, _NOT_SAMPLED[name], fields[name][0])
     trajectories = []
@@ -157,8 +181,12 @@ def _load_group(
     ) in rows:  # fmt: skip
         sequences = []
         for n, sequence_images in sequence_rows:
-            columns = {name: np.concatenate([prefix[name], read(kind, n)]) for name, kind in fields.items()}
-            arrays: dict[str, Any] = {name: columns.pop(name, None) for name in ("ids", "routes", *_NOT_SAMPLED)}
+            columns = {
+                name: np.concatenate([prefix[name], read(kind, n)]) for name, kind in fields.items()
+            }
+            arrays: dict[str, Any] = {
+                name: columns.pop(name, None) for name in ("ids", "routes", *_NOT_SAMPLED)
+            }
             image_grids = tuple((images[i], grid) for i, grid in sequence_images)
             sequences.append(TokenSequence(**arrays, images=image_grids, columns=columns))
         trajectories.append(
@@ -167,7 +195,9 @@ def _load_group(
                 status, correct, error, metrics, cuts, corrupted, ungraded, penalized,
             )
         )  # fmt: skip
-    return Group(group_id, problem_id, prefix_length, tuple(trajectories), answer, corrupted_images, labels)
+    return Group(
+        group_id, problem_id, prefix_length, tuple(trajectories), answer, corrupted_images, labels
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +248,24 @@ class GroupSummary:
     @classmethod
     def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
         """Summarize a group; `image_token_id` is the id of image placeholders."""
-        versions = np.concatenate([np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)])
+        versions = np.concatenate(
+            [np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)]
+        )
         distinct_versions, version_counts = np.unique(versions, return_counts=True)
         images = group.images
         all_images = [image for image, _ in images] + list(group.corrupted_images.values())
         parts = []
         for trajectory in group.trajectories:
-            parts.append({name: part for name, part in trajectory.reward_parts.items() if name != UNGRADABLE})
+            parts.append(
+                {name: part for name, part in trajectory.reward_parts.items() if name != UNGRADABLE}
+            )
         return cls(
             id=group.id,
             problem_id=group.problem_id,
             prompt_tokens=group.prefix_length,
             tokens=tuple(
-                distinct_tokens(t.sequences, image_token_id) or group.prefix_length for t in group.trajectories
+                distinct_tokens(t.sequences, image_token_id) or group.prefix_length
+                for t in group.trajectories
             ),
             response_tokens=tuple(t.n_response_tokens for t in group.trajectories),
             rewards=tuple(float(t.reward) for t in group.trajectories),
@@ -239,7 +274,9 @@ class GroupSummary:
             errors=tuple(t.error for t in group.trajectories),
             min_version=int(versions.min()) if versions.size else -1,
             max_version=int(versions.max()) if versions.size else -1,
-            version_tokens=dict(zip(distinct_versions.tolist(), version_counts.tolist(), strict=True)),
+            version_tokens=dict(
+                zip(distinct_versions.tolist(), version_counts.tolist(), strict=True)
+            ),
             images=len(images),
             patches=sum(math.prod(grid) for _, grid in images),
             image_bytes={image.hash: len(image.data) for image in all_images},

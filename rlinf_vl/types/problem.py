@@ -46,14 +46,22 @@ class Problem:
     id: str  # unique in its dataset
     messages: tuple[Message, ...]  # they refer to images by `ImageRef.url`
     answer: str
-    images: tuple[ImageRef, ...] = ()  # in order of appearance; one that appears twice is listed twice
+    images: tuple[
+        ImageRef, ...
+    ] = ()  # in order of appearance; one that appears twice is listed twice
     env_class: str | None = None  # the environment that the row names; None for the run's
     columns: dict[str, Any] = field(default_factory=dict)  # other columns, as plain values
-    dropped_images: int = 0  # images of the row beyond data.max_images_per_message and data.max_images_per_sample
+    dropped_images: int = (
+        0  # images of the row beyond data.max_images_per_message and data.max_images_per_sample
+    )
     chat: bool = False  # whether the row's prompt is a list of messages
 
     @property
     def labels(self) -> dict[str, str | float]:
         """The columns with short texts or numbers, by which reports tell problems apart."""
-        short = {k: v for k, v in self.columns.items() if isinstance(v, str | int | float) and len(str(v)) <= MAX_LABEL}
+        short = {
+            k: v
+            for k, v in self.columns.items()
+            if isinstance(v, str | int | float) and len(str(v)) <= MAX_LABEL
+        }
         return dict(list(short.items())[:MAX_LABELS])

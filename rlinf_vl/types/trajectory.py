@@ -20,12 +20,16 @@ class TokenSequence:
     """
 
     ids: np.ndarray  # int32, image placeholders expanded
-    loss_mask: np.ndarray  # bool, True where the policy sampled the token (False: prompt or observation)
+    loss_mask: (
+        np.ndarray
+    )  # bool, True where the policy sampled the token (False: prompt or observation)
     #: float32, log-probability at the sampling temperature over all ids that are not banned (top-k
     #: and top-p restrict the sampling, not this distribution), 0 where not sampled; None if
     #: `rollout.return_logprobs` is off.
     logprobs: np.ndarray | None
-    versions: np.ndarray  # int32, version of the weights that sampled the token, -1 where not sampled
+    versions: (
+        np.ndarray
+    )  # int32, version of the weights that sampled the token, -1 where not sampled
     images: tuple[tuple[ImageRef, Grid], ...] = ()  # in order of placeholders, repeats included
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays by name
     #: Experts that the engine chose for each token, uint8 or int16 [T, L·k] (`Mixture.dtype`): k in
@@ -38,7 +42,9 @@ class TokenSequence:
             assert len(array) == len(self.ids) and array.ndim == 1 + (name == "routes"), (
                 f"{name} has shape {array.shape}, ids {self.ids.shape}"
             )
-        assert not self.loss_mask[:1].any(), "nothing predicts the first token, so it can't be a sampled one"
+        assert not self.loss_mask[:1].any(), (
+            "nothing predicts the first token, so it can't be a sampled one"
+        )
 
     @classmethod
     def of_sample(cls, request: Request, sample: Sample) -> "TokenSequence":
@@ -51,19 +57,27 @@ class TokenSequence:
             logprobs=np.concatenate([np.zeros(prompt, np.float32), sample.logprobs]),
             versions=np.concatenate([np.full(prompt, -1, np.int32), sample.versions]),
             images=tuple(zip(request.images, grids, strict=True)),
-            columns={n: np.concatenate([np.zeros(prompt, c.dtype), c]) for n, c in sample.columns.items()},
+            columns={
+                n: np.concatenate([np.zeros(prompt, c.dtype), c]) for n, c in sample.columns.items()
+            },
             routes=sample.routes,
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return every per-token array by name."""
-        arrays = {"ids": self.ids, "loss_mask": self.loss_mask, "versions": self.versions} | self.columns
+        arrays = {
+            "ids": self.ids,
+            "loss_mask": self.loss_mask,
+            "versions": self.versions,
+        } | self.columns
         optional = {"logprobs": self.logprobs, "routes": self.routes}
         return arrays | {name: array for name, array in optional.items() if array is not None}
 
     def with_images(self, images: Mapping[str, Any]) -> "TokenSequence":
         """Return the sequence with its images replaced by `images`, a mapping by hash."""
-        return replace(self, images=tuple((images.get(image.hash, image), grid) for image, grid in self.images))
+        return replace(
+            self, images=tuple((images.get(image.hash, image), grid) for image, grid in self.images)
+        )
 
     def assert_images_placed(self, image_token_id: int, merge_size: int) -> None:
         """Assert that there are as many placeholder ids as the images need."""
@@ -172,8 +186,12 @@ class Trajectory:
         numbers = [np.full(len(sequence.ids), -1) for sequence in self.sequences]
         for k, turn in enumerate(self.turns):
             numbers[turn.sequence][turn.start : turn.end] = k
-        sampled = [token_turns[s.loss_mask] for token_turns, s in zip(numbers, self.sequences, strict=True)]
-        assert all((token_turns >= 0).all() for token_turns in sampled), "a sampled token is of no turn"
+        sampled = [
+            token_turns[s.loss_mask] for token_turns, s in zip(numbers, self.sequences, strict=True)
+        ]
+        assert all((token_turns >= 0).all() for token_turns in sampled), (
+            "a sampled token is of no turn"
+        )
         return sampled
 
     @property
@@ -186,7 +204,9 @@ class Trajectory:
         for turn in self.turns:
             sampled = self.sequences[turn.sequence].loss_mask[turn.start : turn.end]
             thought = turn.thought
-            counts.append((int(sampled[:thought].sum()), int(sampled[thought:].sum()), int((~sampled).sum())))
+            counts.append(
+                (int(sampled[:thought].sum()), int(sampled[thought:].sum()), int((~sampled).sum()))
+            )
         return tuple(counts)
 
     @property

@@ -15,7 +15,9 @@ from rlinf_vl.preflight.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)")
+LOADED = re.compile(
+    r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)"
+)
 
 
 #: Differences that other versions of torch and transformers may make, in GiB and in responses.
@@ -38,7 +40,9 @@ def small_gpu_problems() -> Iterator[str]:
     rows = re.findall(row_pattern, text, re.M)
     if not rows:
         yield "one-small-gpu.md has no table of what fits"
-    models: dict[str, Model] = {}  # shared by configs that differ in the engine: a trace takes seconds
+    models: dict[
+        str, Model
+    ] = {}  # shared by configs that differ in the engine: a trace takes seconds
     for title, fits, train, sync, responses in rows:
         overrides = re.findall(r"`([\w.]+=[^`]+)`", title)
         config = parse_config(SMALL_GPU_CONFIG, [*SMALL_GPU_OVERRIDES, *overrides])
@@ -55,7 +59,9 @@ def small_gpu_problems() -> Iterator[str]:
         if not as_counted:
             figures = f"train {train_gib:.1f}, sync {sync_gib:.1f}, {at_once} at once"
             yield f"one-small-gpu.md, {title}: preflight counts {figures}; {counted.problems}"
-    config = parse_config(SMALL_GPU_CONFIG, [*SMALL_GPU_OVERRIDES, "actor.model.lora.quantization=nf4"])
+    config = parse_config(
+        SMALL_GPU_CONFIG, [*SMALL_GPU_OVERRIDES, "actor.model.lora.quantization=nf4"]
+    )
     counted = ledger(config, Hardware.named(1, 16), models[str(config.actor.model)])
     usable_gib = counted.hardware.usable / GIB
     claim = f"the sync of QLoRA needs {phase_gib(counted, 'sync'):.1f} of {usable_gib:.1f} GiB"
@@ -67,24 +73,43 @@ def main() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder)
         # A page outside the navigation, or a link or anchor that leads nowhere, is an error.
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "mkdocs.yml", "--site-dir"]
+        command = [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--config-file",
+            "mkdocs.yml",
+            "--site-dir",
+        ]
         done = subprocess.run([*command, folder], cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             return done.stderr
         problems = [
-            f"the site has no page {p.stem}" for p in DOCS.glob("*.md") if not (site / f"{p.stem}.html").exists()
+            f"the site has no page {p.stem}"
+            for p in DOCS.glob("*.md")
+            if not (site / f"{p.stem}.html").exists()
         ]
-        pictures = {p.name for p in (site / "images").iterdir()} ^ {p.name for p in (DOCS / "images").iterdir()}
+        pictures = {p.name for p in (site / "images").iterdir()} ^ {
+            p.name for p in (DOCS / "images").iterdir()
+        }
         problems += [f"the site and docs/images differ in {name}" for name in sorted(pictures)]
         problems += [f"the site has a program: {path.name}" for path in site.rglob("*.py")]
         pages = {page.name: page.read_text() for page in site.glob("*.html")}
-    problems += [f"{name} loads {url}" for name, text in pages.items() for url in LOADED.findall(text)]
-    architecture = pages["architecture.html"]  # links out of the documentation become the file's name
+    problems += [
+        f"{name} loads {url}" for name, text in pages.items() for url in LOADED.findall(text)
+    ]
+    architecture = pages[
+        "architecture.html"
+    ]  # links out of the documentation become the file's name
     if "<code>controller/loop.py</code>" not in architecture or 'href="../' in architecture:
         problems.append("architecture.html links out of the site")
     generator = runpy.run_path(str(DOCS / "generate_memory_page.py"))
     if generator["render_page"]() != (DOCS / "memory.md").read_text(encoding="utf-8"):
-        problems.append("docs/memory.md is not what preflight and doctor say: run python docs/generate_memory_page.py")
+        problems.append(
+            "docs/memory.md is not what preflight and doctor say: run python docs/generate_memory_page.py"
+        )
     problems += small_gpu_problems()
     if not problems:
         print(f"a site of {len(pages)} pages without a warning; figures of memory are up to date")

@@ -19,7 +19,10 @@ def main() -> str | None:
         for each in report["generalDiagnostics"]
         if each["severity"] == "error"
     ]
-    analyzed, files = report["summary"]["filesAnalyzed"], len(list((ROOT / "rlinf_vl").rglob("*.py")))
+    analyzed, files = (
+        report["summary"]["filesAnalyzed"],
+        len(list((ROOT / "rlinf_vl").rglob("*.py"))),
+    )
     if analyzed < files:
         errors.append(f"{analyzed} files were analyzed, but rlinf_vl has {files}")
     if not errors:

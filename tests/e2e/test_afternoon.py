@@ -80,7 +80,9 @@ def afternoon(tmp_path_factory) -> Path:
         image.save(folder / f"pictures/{i:02}.png")
         text = '"What is this, A: circle, B: square or C: triangle?"'
         rows.append(f"{i:02}.png,{text},{'ABC'[i % 3]},{shape}")
-    (folder / "questions.csv").write_text("\n".join(["picture,question,correct,shape", *rows]) + "\n")
+    (folder / "questions.csv").write_text(
+        "\n".join(["picture,question,correct,shape", *rows]) + "\n"
+    )
     (folder / "shapes.yaml").write_text(CONFIG)
     (folder / "letters.py").write_text(REWARD)
     (folder / "wording.py").write_text(WORDING)
@@ -108,9 +110,13 @@ def metrics(run: Path) -> list[dict]:
 
 
 def test_the_afternoon(afternoon):
-    said = rlinf_vl(afternoon, "check-data", "shapes.yaml", "--output", "data.html", "--workers", "1")
+    said = rlinf_vl(
+        afternoon, "check-data", "shapes.yaml", "--output", "data.html", "--workers", "1"
+    )
     assert "30" in said and (afternoon / "data.html").stat().st_size > 10_000
-    assert "GiB" in rlinf_vl(afternoon, "preflight", "shapes.yaml", "cluster.device=cuda", "--gpus", "2")
+    assert "GiB" in rlinf_vl(
+        afternoon, "preflight", "shapes.yaml", "cluster.device=cuda", "--gpus", "2"
+    )
 
     rlinf_vl(afternoon, "train", "shapes.yaml")
     run = afternoon / "runs/shapes"
@@ -124,7 +130,16 @@ def test_the_afternoon(afternoon):
     worth = (letters == train.answer).astype(float) + 0.1 / (1 + train.response.str.len())
     assert train.reward.to_numpy() == pytest.approx(worth.to_numpy(), abs=1e-4)
 
-    said = rlinf_vl(afternoon, "eval", "shapes.yaml", "checkpoint=runs/shapes", "--by", "shape", "--samples", "2")
+    said = rlinf_vl(
+        afternoon,
+        "eval",
+        "shapes.yaml",
+        "checkpoint=runs/shapes",
+        "--by",
+        "shape",
+        "--samples",
+        "2",
+    )
     assert all(shape in said for shape in SHAPES)
 
     rlinf_vl(
@@ -141,7 +156,13 @@ def test_the_afternoon(afternoon):
 
     (afternoon / "letters.py").unlink()  # the run has its text
     (afternoon / "wording.py").unlink()
-    said = rlinf_vl(afternoon, "train", "runs/shapes/config.yaml", "runner.resume_dir=auto", "runner.max_steps=6")
+    said = rlinf_vl(
+        afternoon,
+        "train",
+        "runs/shapes/config.yaml",
+        "runner.resume_dir=auto",
+        "runner.max_steps=6",
+    )
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3, 4, 5, 6]
 
     rlinf_vl(afternoon, "export", "runs/shapes", "model", "--dtype", "fp32")
@@ -151,7 +172,10 @@ def test_the_afternoon(afternoon):
     image = Image.open(afternoon / "pictures/00.png").convert("RGB")
     pixels = pictures(images=[image], return_tensors="pt")
     slots = int(pixels["image_grid_thw"].prod()) // pictures.merge_size**2
-    content = [{"type": "image"}, {"type": "text", "text": "What is this, A: circle, B: square or C: triangle?"}]
+    content = [
+        {"type": "image"},
+        {"type": "text", "text": "What is this, A: circle, B: square or C: triangle?"},
+    ]
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
@@ -159,5 +183,9 @@ def test_the_afternoon(afternoon):
     ids = tokenizer(text, return_tensors="pt")
     kinds = (ids["input_ids"] == model.config.image_token_id).int()
     with torch.no_grad():
-        answer = model.generate(**ids, **pixels, mm_token_type_ids=kinds, max_new_tokens=8, do_sample=False)
-    assert tokenizer.decode(answer[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        answer = model.generate(
+            **ids, **pixels, mm_token_type_ids=kinds, max_new_tokens=8, do_sample=False
+        )
+    assert tokenizer.decode(
+        answer[0, ids["input_ids"].shape[1] :], skip_special_tokens=True
+    ).strip()

@@ -41,13 +41,18 @@ def train(folder: Path, *overrides: str, expect: int = 0) -> str:
         "algorithm.overlong.buffer=12",
     ]  # fmt: skip
     command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *settings, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == expect, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def lines(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"toy-grpo-cpu/{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"toy-grpo-cpu/{name}.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +73,12 @@ def test_advantages_are_the_files_of_rewards_less_penalty_and_kl(run):
     table = pd.read_parquet(run / "toy-grpo-cpu/trajectories").query("split == 'train'")
     first = table[table.step == 1]
     length = first.rollout_logprobs.map(len)
-    paid = first.reward - (length - 12).clip(lower=0) / 12  # at step 1 policy and reference are one: no KL
-    expected = paid - paid.groupby(first.group_id).transform(lambda group: np.sort(group)[(len(group) - 1) // 2])
+    paid = (
+        first.reward - (length - 12).clip(lower=0) / 12
+    )  # at step 1 policy and reference are one: no KL
+    expected = paid - paid.groupby(first.group_id).transform(
+        lambda group: np.sort(group)[(len(group) - 1) // 2]
+    )
     assert first.advantage.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4)
     rows = lines(run, "metrics")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -97,7 +106,10 @@ def test_its_checkpoint_goes_on_to_the_same_numbers(run, own, tmp_path):
         }
         for folder in (run, tmp_path)
     )
-    for name in ("rollout/engine_busy", "data/object_store_bytes"):  # of a worker that has just begun
+    for name in (
+        "rollout/engine_busy",
+        "data/object_store_bytes",
+    ):  # of a worker that has just begun
         before.pop(name, None), after.pop(name, None)
     assert after == before
     assert lines(tmp_path, "ledger")[-1] == lines(run, "ledger")[-1]

@@ -41,7 +41,9 @@ def environment_at(folder: Path) -> Path:
     (folder / "started").mkdir()
     (site,) = folder.glob("lib/python*/site-packages")
     note = f"import os; open(f'{folder}/started/{{os.getpid()}}', 'w').close()"
-    (site / "ours.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n{note}\n")
+    (site / "ours.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n{note}\n"
+    )
     return folder / "bin/python"
 
 
@@ -63,7 +65,14 @@ def cluster(hosts, head_file, local):
     head, other = hosts
     hide = 'mount -t tmpfs none "$0" && exec "$@"'
     early = other.popen(
-        "unshare", "--mount", "sh", "-c", hide, str(local.parents[1]), *other.starting(), RAY_HEAD_FILE=str(head_file)
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        hide,
+        str(local.parents[1]),
+        *other.starting(),
+        RAY_HEAD_FILE=str(head_file),
     )
     time.sleep(1.5)
     said = head.start(RAY_HEAD_FILE=str(head_file))
@@ -84,7 +93,10 @@ def test_a_head_file_that_an_earlier_cluster_left(hosts, tmp_path):
     begin = time.monotonic()
     settings = {"RAY_HEAD_FILE": str(tmp_path / "head"), "RAY_WAIT_TIMEOUT": "2"}
     said = hosts[1].run(*script("start_ray.sh"), expect=1, **settings)
-    assert f"gave up after 2 s: {tmp_path}/head names {hosts[0].ip}:{PORT}, where no Ray head answers" in said
+    assert (
+        f"gave up after 2 s: {tmp_path}/head names {hosts[0].ip}:{PORT}, where no Ray head answers"
+        in said
+    )
     assert "left by an earlier cluster?" in said
     assert time.monotonic() - begin < 2 + 15
 
@@ -94,7 +106,9 @@ def test_a_port_that_is_taken(hosts, tmp_path):
     holder = hosts[0].popen(sys.executable, "-c", listen)
     try:
         assert holder.stdout.readline() == "up\n"
-        said = hosts[0].run(*script("start_ray.sh"), expect=1, within=30, RAY_HEAD_FILE=str(tmp_path / "head"))
+        said = hosts[0].run(
+            *script("start_ray.sh"), expect=1, within=30, RAY_HEAD_FILE=str(tmp_path / "head")
+        )
         assert f"port {PORT} of this machine is taken by process {holder.pid} (python" in said
         # nor does the other node take for a head what merely listens there
         settings = {"MASTER_ADDR": hosts[0].ip, "RAY_AUTH_TOKEN": "0" * 64, "RAY_WAIT_TIMEOUT": "2"}
@@ -114,14 +128,22 @@ def test_check_counts_the_nodes(cluster, head_file):
     for host in cluster:  # by the record, and by the file
         for settings in ({}, {"RAY_HEAD_FILE": str(head_file)}):
             said = host.run(*script("check_ray.sh", "3", "--cpu"), **settings)
-            assert f"2 of 2 node(s) ({head.ip}, {other.ip}) offer 3 CPU(s); at least 3 wanted" in said
-    assert "offer 2 GPU(s); at least 2 wanted" in head.run(*script("check_ray.sh", "2"))  # that Ray was told of
+            assert (
+                f"2 of 2 node(s) ({head.ip}, {other.ip}) offer 3 CPU(s); at least 3 wanted" in said
+            )
+    assert "offer 2 GPU(s); at least 2 wanted" in head.run(
+        *script("check_ray.sh", "2")
+    )  # that Ray was told of
 
 
 def test_a_peer_that_does_not_come(cluster):
     begin = time.monotonic()
-    said = cluster[0].run(*script("check_ray.sh", "4", "--cpu"), expect=1, WORLD_SIZE="3", RAY_WAIT_TIMEOUT="2")
-    assert "gave up after 2 s: 2 of 3 node(s)" in said and "offer 3 CPU(s); at least 4 wanted" in said
+    said = cluster[0].run(
+        *script("check_ray.sh", "4", "--cpu"), expect=1, WORLD_SIZE="3", RAY_WAIT_TIMEOUT="2"
+    )
+    assert (
+        "gave up after 2 s: 2 of 3 node(s)" in said and "offer 3 CPU(s); at least 4 wanted" in said
+    )
     said = cluster[0].run(*script("check_ray.sh", "3"), expect=1, RAY_WAIT_TIMEOUT="0")
     assert "offer 2 GPU(s); at least 3 wanted" in said
     assert time.monotonic() - begin < 2 + 20
@@ -147,9 +169,7 @@ def test_the_token_is_wanted_and_private(cluster, head_file, tmp_path):
     assert "wants a token, and there is none in" in cluster[1].run(*check, expect=1, **stranger)
     said = cluster[1].run(*check, expect=1, RAY_AUTH_TOKEN="0" * 64, **stranger)
     assert "refuses the token of RAY_AUTH_TOKEN" in said
-    asking = (
-        "import sys; from ray._raylet import GcsClient as G; print(len(G(address=sys.argv[1]).get_all_node_info()))"
-    )
+    asking = "import sys; from ray._raylet import GcsClient as G; print(len(G(address=sys.argv[1]).get_all_node_info()))"
     asking = [sys.executable, "-c", asking, f"{cluster[0].ip}:{PORT}"]
     assert "InvalidAuthToken" in cluster[0].run(*asking, expect=1, RAY_AUTH_MODE="disabled")
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{head_file}.token"}
@@ -158,7 +178,9 @@ def test_the_token_is_wanted_and_private(cluster, head_file, tmp_path):
 
 def test_the_dashboard_is_on_loopback(cluster):
     ask = "import socket, sys; print([socket.socket().connect_ex((ip, 8265)) == 0 for ip in sys.argv[1:]])"
-    assert cluster[0].run(sys.executable, "-c", ask, "127.0.0.1", cluster[0].ip) == "[True, False]\n"
+    assert (
+        cluster[0].run(sys.executable, "-c", ask, "127.0.0.1", cluster[0].ip) == "[True, False]\n"
+    )
 
 
 def test_an_interface_that_does_not_lead_to_the_head(cluster, tmp_path):
@@ -217,11 +239,17 @@ def test_a_run_across_both_hosts(cluster, second, tmp_path):
         other.ip: {"RolloutRank"},
     }
     started = {int(path.name) for path in (second.parents[1] / "started").iterdir()}
-    assert {pid for actors in seen.values() for _, pid in actors} <= started, "actors run another interpreter"
+    assert {pid for actors in seen.values() for _, pid in actors} <= started, (
+        "actors run another interpreter"
+    )
     rows = rows_of(tmp_path / "toy-grpo-cpu/metrics.jsonl")
     assert [row["step"] for row in rows if row.keys() >= FIXED_METRICS] == [1, 2]
-    versions = [(row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows[-2:]]
-    assert versions == [(0, 0), (1, 1)], "the second step is sampled from weights that travelled to the other host"
+    versions = [
+        (row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows[-2:]
+    ]
+    assert versions == [(0, 0), (1, 1)], (
+        "the second step is sampled from weights that travelled to the other host"
+    )
     assert all(row["actor/rollout_train_abs_diff_max"] <= 2e-4 for row in rows[-2:])
 
 
@@ -246,7 +274,9 @@ def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
     asking = [sys.executable, "-c", finding]
     assert head.run(*asking).endswith(f"('{head.ip}:{PORT}', '{head.ip}')\n")
     for process in other.processes():
-        if process.name().startswith("ray::"):  # agents, which end by themselves after their raylet: unless they can't
+        if process.name().startswith(
+            "ray::"
+        ):  # agents, which end by themselves after their raylet: unless they can't
             process.suspend()
     for host, name in [(head, "gcs_server"), (other, "raylet")]:
         for process in host.processes():
@@ -258,13 +288,17 @@ def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
     stranger = shutil.copy(shutil.which("sleep"), head.folder / "raylet")
     decoy = head.popen(stranger, "300")
     settings = {"MASTER_ADDR": head.ip, "RAY_AUTH_TOKEN": "5" * 64, "RAY_HEAD_FILE": ""}
-    assert f"ending what is left of a node of the cluster at {head.ip}:{PORT}" in head.start(**settings)
+    assert f"ending what is left of a node of the cluster at {head.ip}:{PORT}" in head.start(
+        **settings
+    )
     assert "ending what is left" in other.start(**settings)
     head.run(*script("check_ray.sh", "3", "--cpu"), **settings)
 
     other.run(*script("stop_ray.sh"))
     assert other.processes() == []
-    assert "1 of 2 node(s)" in head.run(*script("check_ray.sh", "3", "--cpu"), expect=1, RAY_WAIT_TIMEOUT="1")
+    assert "1 of 2 node(s)" in head.run(
+        *script("check_ray.sh", "3", "--cpu"), expect=1, RAY_WAIT_TIMEOUT="1"
+    )
     head.run(*script("stop_ray.sh"))
     assert [process.pid for process in head.processes()] == [decoy.pid]
     decoy.kill()

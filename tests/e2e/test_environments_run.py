@@ -40,12 +40,18 @@ class Guess:
 '''
 NUMBERS = {str(n): n % 3 for n in range(100)}  # what the toy says are numbers: each is a move
 LAKE = {"id": "FrozenLake-v1", "size": 64, "template": "<image>How far?\n---\n<image>And now?"}
-GRID = {"id": "minigrid:MiniGrid-Empty-5x5-v0", "size": 80, "template": "<image>$mission?\n---\n<image>And now?"}
+GRID = {
+    "id": "minigrid:MiniGrid-Empty-5x5-v0",
+    "size": 80,
+    "template": "<image>$mission?\n---\n<image>And now?",
+}
 
 
 def train(config: str, *overrides: str, cwd: Path) -> str:
     command = [sys.executable, "-m", "rlinf_vl", "train", config, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL, cwd=cwd)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL, cwd=cwd
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -55,9 +61,18 @@ def test_rows_bring_their_environments_and_a_run_goes_on_without_the_file(tmp_pa
     walk = {"env_class": "gymnasium", "hint": ""}
     kinds = [
         {"env_class": None, "env_kwargs": "null", "hint": "How dark?"},
-        walk | {"env_kwargs": json.dumps(LAKE | {"actions": NUMBERS, "max_episode_steps": 3, "invalid_reward": -0.1})},
+        walk
+        | {
+            "env_kwargs": json.dumps(
+                LAKE | {"actions": NUMBERS, "max_episode_steps": 3, "invalid_reward": -0.1}
+            )
+        },
         walk | {"env_kwargs": json.dumps(GRID | {"actions": NUMBERS, "max_episode_steps": 4})},
-        {"env_class": "guess.py:Gues", "env_kwargs": "null", "hint": ""},  # of which there is one: a bad row
+        {
+            "env_class": "guess.py:Gues",
+            "env_kwargs": "null",
+            "hint": "",
+        },  # of which there is one: a bad row
     ]
     rows = [{"problem": "Go.", "answer": str(i), **kinds[i % 3]} for i in range(12)] + [
         {"problem": "Go.", "answer": "none", **kinds[3]}
@@ -83,10 +98,16 @@ def test_rows_bring_their_environments_and_a_run_goes_on_without_the_file(tmp_pa
     train("toy-grpo-cpu", *overrides, cwd=tmp_path)
     folder = tmp_path / "runs/walks"
     (bad,) = [json.loads(line) for line in (folder / "bad_rows.jsonl").read_text().splitlines()]
-    assert bad["kind"] == "environment unusable" and "no class 'Gues'" in bad["reason"] and "'Guess'" in bad["reason"]
+    assert (
+        bad["kind"] == "environment unusable"
+        and "no class 'Gues'" in bad["reason"]
+        and "'Guess'" in bad["reason"]
+    )
 
     (tmp_path / "guess.py").unlink()
-    train(str(folder / "config.yaml"), "runner.max_steps=2", "runner.resume_dir=auto", cwd=Path("/"))
+    train(
+        str(folder / "config.yaml"), "runner.max_steps=2", "runner.resume_dir=auto", cwd=Path("/")
+    )
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:

@@ -8,8 +8,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 def test_engine_and_trainer_agree_over_updates_of_gated_delta_nets(tmp_path):
     """The checkpoint knows nothing yet; the bonus for entropy moves every weight."""
-    overrides = ("algorithm.entropy_bonus=0.1", "actor.optim.lr_warmup_steps=0", "data.rollout_batch_size=4")
-    rows = metrics_of(played_run(tmp_path, "toy-qwen3_5", 1, 2, *overrides, recipe="toy-grpo-cpu-qwen3_5"))
+    overrides = (
+        "algorithm.entropy_bonus=0.1",
+        "actor.optim.lr_warmup_steps=0",
+        "data.rollout_batch_size=4",
+    )
+    rows = metrics_of(
+        played_run(tmp_path, "toy-qwen3_5", 1, 2, *overrides, recipe="toy-grpo-cpu-qwen3_5")
+    )
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["actor/grad_norm"] > 0

@@ -49,7 +49,11 @@ class Probe(SingleTurn):
 
 def made_in(folder: Path, row: dict[str, Any], i: int, kind: str) -> dict[str, Any]:
     """A row of the toy as another system writes it; its image lies in the folder where that names files."""
-    text, answer, image = row["problem"].replace("<image>", ""), row["answer"], row["images"][0]["bytes"]
+    text, answer, image = (
+        row["problem"].replace("<image>", ""),
+        row["answer"],
+        row["images"][0]["bytes"],
+    )
     name, level = f"{kind}-{i}.png", {"level": i % 3}
     if kind in ("openrlhf", "table", "pictures"):
         (folder / name).write_bytes(image)
@@ -69,7 +73,9 @@ def made_in(folder: Path, row: dict[str, Any], i: int, kind: str) -> dict[str, A
                     "content": [
                         {
                             "type": "image_url",
-                            "image_url": {"url": f"data:image/png;base64,{base64.b64encode(image).decode()}"},
+                            "image_url": {
+                                "url": f"data:image/png;base64,{base64.b64encode(image).decode()}"
+                            },
                         },
                         {"type": "text", "text": text},
                     ],
@@ -79,12 +85,17 @@ def made_in(folder: Path, row: dict[str, Any], i: int, kind: str) -> dict[str, A
             "reward_spec": {"method": "rule", "ground_truth": answer},
         },
         "trl": {
-            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}],
+            "prompt": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": text},
+            ],
             "image": {"bytes": image, "path": None},
             "solution": answer,
         },
         "openrlhf": {
-            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}],
+            "prompt": [
+                {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
+            ],
             "images": [name],
             "label": answer,
         },
@@ -111,7 +122,9 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
 
 def train(*arguments: str) -> None:
     command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -123,7 +136,11 @@ def test_rows_of_every_format_train_two_steps_and_go_on_as_if_nothing_had_been(t
         folder = tmp_path / kind
         folder.mkdir()
         paths.append(
-            write(folder, kind, [made_in(folder, row, i, kind) for i, row in enumerate(toy[10 * k : 10 * k + 10])])
+            write(
+                folder,
+                kind,
+                [made_in(folder, row, i, kind) for i, row in enumerate(toy[10 * k : 10 * k + 10])],
+            )
         )
     overrides = [
         f"data.train_data_paths=[{','.join(paths)}]",
@@ -147,10 +164,17 @@ def test_rows_of_every_format_train_two_steps_and_go_on_as_if_nothing_had_been(t
     metrics = comparable(whole)
     assert not any(row["rollout/errors"] for row in metrics.values()), "columns are missing"
     assert set(metrics) == {1, 2} and all(row["actor/grad_norm"] > 0 for row in metrics.values())
-    assert all((row["data/dropped_images"], row["data/text_only_rows"]) == (0, 0) for row in metrics.values())
+    assert all(
+        (row["data/dropped_images"], row["data/text_only_rows"]) == (0, 0)
+        for row in metrics.values()
+    )
     groups = [json.loads(line) for line in (whole / "ledger.jsonl").read_text().splitlines()]
-    assert all(toy_row % 10 % 3 == 0 for step in groups for toy_row in step["rows"]), "easy ones first"
-    assert [sorted(row // 10 for row in step["rows"]) for step in groups] == [[0, 0, 1, 2, 3, 4, 5, 5]] * 2
+    assert all(toy_row % 10 % 3 == 0 for step in groups for toy_row in step["rows"]), (
+        "easy ones first"
+    )
+    assert [sorted(row // 10 for row in step["rows"]) for step in groups] == [
+        [0, 0, 1, 2, 3, 4, 5, 5]
+    ] * 2
 
     train(
         f"runner.output_dir={tmp_path}/resumed",
@@ -158,6 +182,11 @@ def test_rows_of_every_format_train_two_steps_and_go_on_as_if_nothing_had_been(t
         *overrides,
     )
     # An environment's calls run in threads: when they end says which answers are decoded together, and that the last digits.
-    resumed, noisy = comparable(tmp_path / "resumed/toy-grpo-cpu")[2], "actor/rollout_train_abs_diff_max"
-    assert resumed.pop(noisy) == pytest.approx(metrics[2].pop(noisy), abs=1e-5)  # of last digits, the largest
+    resumed, noisy = (
+        comparable(tmp_path / "resumed/toy-grpo-cpu")[2],
+        "actor/rollout_train_abs_diff_max",
+    )
+    assert resumed.pop(noisy) == pytest.approx(
+        metrics[2].pop(noisy), abs=1e-5
+    )  # of last digits, the largest
     assert resumed == pytest.approx(metrics[2], rel=1e-5, abs=1e-6)

@@ -38,7 +38,10 @@ def hosts():
 def nothing_left(hosts):
     yield
     deadline = time.monotonic() + 20  # Ray's agents end by themselves after their raylet
-    while (left := [host.processes() for host in hosts]) != [[], []] and time.monotonic() < deadline:
+    while (left := [host.processes() for host in hosts]) != [
+        [],
+        [],
+    ] and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left == [[], []]
 
@@ -82,8 +85,13 @@ def test_slurm_runs_a_part_on_each_node_and_has_the_exit_code(hosts, tmp_path):
     assert "2 of 2 node(s)" in done.stdout and "offer 2 CPU(s); at least 2 wanted" in done.stdout
     assert "no config 'no-such-config'" in done.stdout
     assert f"the head at {hosts[0].ip}:6379 has gone" in done.stdout
-    ended = [done.stdout.count(how) for how in ("none of this node is left", "has gone while this node joined")]
-    assert sum(ended) == 2 and ended[0] >= 1  # the second may still be joining when so short a run is over
+    ended = [
+        done.stdout.count(how)
+        for how in ("none of this node is left", "has gone while this node joined")
+    ]
+    assert (
+        sum(ended) == 2 and ended[0] >= 1
+    )  # the second may still be joining when so short a run is over
     assert not list((ROOT / "results").glob(f".ray-head-{job}-*"))
 
 
@@ -91,10 +99,16 @@ def test_kuberay_submits_the_job_to_pods_that_have_started_ray(hosts):
     spec = yaml.safe_load((LAUNCHERS / "rayjob.yaml").read_text())["spec"]
     cluster = spec["rayClusterSpec"]
     processes = []
-    for host, group in zip(hosts, (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]), strict=True):
+    for host, group in zip(
+        hosts, (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]), strict=True
+    ):
         (container,) = group["template"]["spec"]["containers"]
-        variables = {variable["name"]: variable.get("value", host.ip) for variable in container["env"]}
-        variables = {name: value.replace("$(RAY_NODE_IP)", host.ip) for name, value in variables.items()}
+        variables = {
+            variable["name"]: variable.get("value", host.ip) for variable in container["env"]
+        }
+        variables = {
+            name: value.replace("$(RAY_NODE_IP)", host.ip) for name, value in variables.items()
+        }
         variables |= {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_PORT": "6379", "RAY_OVERRIDE_RESOURCES": RESOURCES,
         }  # fmt: skip
@@ -107,7 +121,9 @@ def test_kuberay_submits_the_job_to_pods_that_have_started_ray(hosts):
     entrypoint = spec["entrypoint"].replace("/opt/rlinf_vl", str(ROOT)).replace(" 16 ", " 2 ")
     entrypoint = entrypoint.replace("qwen3-vl-2b-grpo-fsdp-geo3k", "no-such-config")
     submit = f"{shlex.quote(sys.executable)} -m ray.scripts.scripts job submit --address http://{hosts[0].ip}:8265 -- {entrypoint}"
-    said = hosts[1].run("bash", "-c", submit, expect=1, within=120, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
+    said = hosts[1].run(
+        "bash", "-c", submit, expect=1, within=120, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN
+    )
     assert "offer 2 GPU(s); at least 2 wanted" in said and "no config 'no-such-config'" in said
     for process in processes:
         process.send_signal(signal.SIGTERM)

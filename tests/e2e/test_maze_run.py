@@ -43,7 +43,9 @@ def rows(run: Path) -> list[dict]:
 
 def test_engine_and_trainer_agree_over_turns(rows: list[dict]) -> None:
     assert_engine_and_trainer_agree(rows, STEPS)
-    assert max(row["actor/grad_norm"] for row in rows[1:]) > 0, "somebody reached the goal, and others did not"
+    assert max(row["actor/grad_norm"] for row in rows[1:]) > 0, (
+        "somebody reached the goal, and others did not"
+    )
 
 
 def test_what_the_environment_measures_are_metrics(rows: list[dict]) -> None:
@@ -58,10 +60,17 @@ def test_what_the_environment_measures_are_metrics(rows: list[dict]) -> None:
 def test_every_turn_shows_the_state_that_it_is_answered_in(run: Path) -> None:
     table = pd.read_parquet(run / "trajectories").query("split == 'train'")
     assert len(table) == STEPS * 128
-    pictures = {path: np.asarray(Image.open(run / path)) for path in {path for paths in table.images for path in paths}}
+    pictures = {
+        path: np.asarray(Image.open(run / path))
+        for path in {path for paths in table.images for path in paths}
+    }
     for paths, turns, messages in zip(table.images, table.turns, table.messages, strict=True):
         states = [turn["state"] for turn in json.loads(turns)["turns"]]
-        shown = [message["content"][0] for message in json.loads(messages)[0] if message["role"] == "user"]
+        shown = [
+            message["content"][0]
+            for message in json.loads(messages)[0]
+            if message["role"] == "user"
+        ]
         assert len(shown) == len(states) <= 6
         for number, state in zip(shown, states, strict=True):
             assert (pictures[paths[number]] == Position.of_text(state).picture()).all()
@@ -79,7 +88,9 @@ def test_each_turn_is_trained_on_with_its_own_advantage(run: Path, rows: list[di
     rewards = torch.tensor([turn["reward"] for turn in facts], dtype=torch.float64)
     states = [turn["state"] for turn in facts]
     expected = gigpo_advantages(rewards, whose, groups, states, weight=WEIGHT, discount=DISCOUNT)
-    torch.testing.assert_close(torch.tensor([turn["advantage"] for turn in facts], dtype=torch.float64), expected)
+    torch.testing.assert_close(
+        torch.tensor([turn["advantage"] for turn in facts], dtype=torch.float64), expected
+    )
     assert expected.unique().numel() > 4, "turns of a trajectory differ"
     for row in rows[1:]:
         assert 1 / row["rollout/turns_mean"] <= row["reward/shared_states"] <= 1

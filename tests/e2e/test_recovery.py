@@ -44,7 +44,11 @@ def assert_none_leaked(before: set[str]) -> None:
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 maps.append(Path(f"/proc/{process.pid}/maps").read_text())
-        leaked = [name for name in shared_memory() - before if not any(f"/dev/shm/{name}" in text for text in maps)]
+        leaked = [
+            name
+            for name in shared_memory() - before
+            if not any(f"/dev/shm/{name}" in text for text in maps)
+        ]
         if not leaked:
             return
         assert time.monotonic() < deadline, leaked
@@ -60,7 +64,9 @@ def check_ledger(folder: Path) -> None:
     rows = rows_of(folder / "ledger.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     groups = [group for row in rows for group in row["groups"]]
-    assert len(groups) == len(set(groups)) and all(f"train-{row['step']}-0" in row["groups"] for row in rows)
+    assert len(groups) == len(set(groups)) and all(
+        f"train-{row['step']}-0" in row["groups"] for row in rows
+    )
     trained = [row for step in rows for row in step["rows"]]
     assert len(trained) == len(set(trained)) == len(groups)
 
@@ -99,7 +105,9 @@ def test_an_actor_rank_is_stopped_in_training(undisturbed, tmp_path):
     before = shared_memory()
     run = Run(tmp_path, *OVERRIDES)
     run.until_step(3)
-    run.until((run.folder / "checkpoints/global_step_2").exists)  # written while step 3 is trained, or later
+    run.until(
+        (run.folder / "checkpoints/global_step_2").exists
+    )  # written while step 3 is trained, or later
     rank = run.until(lambda: run.actors("ray::ActorRank.update"))[-1]
     rank.suspend()
     output = run.finish()
@@ -118,7 +126,9 @@ def test_the_controller_is_killed_while_a_checkpoint_is_written(undisturbed, tmp
     run.process.kill()
     run.finish(expect=-signal.SIGKILL)
     assert read_status(run.folder)["state"] == "gone"
-    assert sorted(path.name for path in (run.folder / "checkpoints").glob("global_step_*")) == ["global_step_2"]
+    assert sorted(path.name for path in (run.folder / "checkpoints").glob("global_step_*")) == [
+        "global_step_2"
+    ]
     resumed = Run(tmp_path, *OVERRIDES, "runner.resume_dir=auto")
     assert "resumed from" in resumed.finish()
     assert comparable(run.folder) == undisturbed
@@ -131,10 +141,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(undisturbed, tmp_pa
     run.until_step(3)
     os.killpg(run.process.pid, signal.SIGTERM)  # as a terminal does, and a scheduler
     assert "will stop with a checkpoint" in run.finish(expect=128 + signal.SIGTERM, seconds=60)
-    steps = [int(path.name.split("_")[-1]) for path in (run.folder / "checkpoints").glob("global_step_*")]
+    steps = [
+        int(path.name.split("_")[-1]) for path in (run.folder / "checkpoints").glob("global_step_*")
+    ]
     status = read_status(run.folder)
     assert (status["state"], status["reason"]) == ("stopped", "stopped by SIGTERM")
-    assert max(steps) >= 3 and max(steps) == rows_of(run.folder / "metrics.jsonl")[-1]["step"] < STEPS
+    assert (
+        max(steps) >= 3 and max(steps) == rows_of(run.folder / "metrics.jsonl")[-1]["step"] < STEPS
+    )
     Run(tmp_path, *OVERRIDES, "runner.resume_dir=auto").finish()
     assert comparable(run.folder) == undisturbed
     check_ledger(run.folder)

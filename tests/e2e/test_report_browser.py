@@ -38,7 +38,14 @@ class Browser:
         if not re.match("(file|blob|data|about):", request.url):
             self.problems.append(f"requested {request.url}")
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False, view: str = "single") -> float:
+    def open(
+        self,
+        page: Path,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        view: str = "single",
+    ) -> float:
         """Show a page; returns the seconds until everything of it works. `view`: single trajectories or groups."""
         self.page.close()
         self.page = self._browser.new_page(
@@ -55,7 +62,9 @@ class Browser:
         self.page.goto(page.resolve().as_uri())
         self.wait("document.documentElement?.dataset.ready")
         seconds = self.run("Number(document.documentElement.dataset.ready)") / 1000
-        if view == "single" and self.run("!document.querySelector('#filters [name=view]').closest('[hidden]')"):
+        if view == "single" and self.run(
+            "!document.querySelector('#filters [name=view]').closest('[hidden]')"
+        ):
             self.choose("view", view)
         return seconds
 
@@ -76,14 +85,18 @@ class Browser:
     def choose(self, name: str, value: str) -> None:
         """Set a filter as a user would, and wait for the gallery."""
         field = self.page.locator(f'#filters [name="{name}"]')
-        field.select_option(value) if field.evaluate("field => field.tagName") == "SELECT" else field.fill(value)
+        field.select_option(value) if field.evaluate(
+            "field => field.tagName"
+        ) == "SELECT" else field.fill(value)
         # In the page's own time, behind its timer and what it draws then: a busy machine is slow, not wrong.
         after = "() => new Promise((done) => setTimeout(() => requestAnimationFrame(() => setTimeout(done)), 250))"
         self.page.evaluate(after)
 
     def point_at(self, selector: str) -> None:
         element = self.page.locator(selector).first
-        element.evaluate("element => element.scrollIntoView({ block: 'center', behavior: 'instant' })")
+        element.evaluate(
+            "element => element.scrollIntoView({ block: 'center', behavior: 'instant' })"
+        )
         x, y = element.evaluate(
             "element => { const at = element.getClientRects()[0]; return [at.x + at.width / 2, at.y + at.height / 2]; }"
         )
@@ -97,7 +110,9 @@ class Browser:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield Browser(chromium)
         chromium.close()
 
@@ -122,7 +137,10 @@ def talk(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
-    folders = [make_run(runs / name, steps=3, seed=seed) for seed, name in enumerate(("one", "two", "three", "four"))]
+    folders = [
+        make_run(runs / name, steps=3, seed=seed)
+        for seed, name in enumerate(("one", "two", "three", "four"))
+    ]
     return build_report(folders)
 
 
@@ -142,8 +160,12 @@ def test_curves_and_gallery_are_shown_without_a_complaint(browser, page):
         "[...document.querySelectorAll('#curves .chart')].every((chart) => chart.querySelector('canvas'))"
     )
     assert browser.run(f"{CARDS}.length") == 20
-    browser.run("Promise.all([...document.querySelectorAll('.images img')].map((image) => image.decode()))")
-    assert browser.run("[...document.querySelectorAll('.images img')].every((i) => i.naturalWidth > 0 && i.alt)")
+    browser.run(
+        "Promise.all([...document.querySelectorAll('.images img')].map((image) => image.decode()))"
+    )
+    assert browser.run(
+        "[...document.querySelectorAll('.images img')].every((i) => i.naturalWidth > 0 && i.alt)"
+    )
     assert browser.run("document.querySelectorAll('.images img').length") >= 20
     assert browser.problems == []
 
@@ -157,24 +179,36 @@ def research(tmp_path_factory) -> Path:
     run = make_run(tmp_path_factory.mktemp("runs") / "toy", steps=9, samples=6)
     page = Image.new("RGB", (1200, 1600), "white")
     for k in range(50):
-        ImageDraw.Draw(page).text((40, 30 * k), f"Line {k} of a page that is unreadable when it is small", fill="black")
+        ImageDraw.Draw(page).text(
+            (40, 30 * k), f"Line {k} of a page that is unreadable when it is small", fill="black"
+        )
     page.save(run / "images/page.png")
     for file in run.glob("trajectories/*.parquet"):
         rows = pq.read_table(file).to_pylist()
         for row in rows:
             number = int(row["problem_id"].removeprefix("toy-"))
             row["problem_id"] = f"{('charts', 'shapes')[number % 2]}:{number}"
-            row["labels"] = json.dumps({"level": number % 3, "unique": row["response"] + str(number)})
-            row["reward_parts"] = json.dumps({"math": row["reward"], "format": 1.0 - row["sample"] % 2})
+            row["labels"] = json.dumps(
+                {"level": number % 3, "unique": row["response"] + str(number)}
+            )
+            row["reward_parts"] = json.dumps(
+                {"math": row["reward"], "format": 1.0 - row["sample"] % 2}
+            )
             row["prompt"] = row["prompt"].replace("What is the area?", QUESTION)
             row["images"] = ["images/page.png"] if number == 3 else row["images"]
         pq.write_table(pa.Table.from_pylist(rows), file)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line |= {"reward/math": 0.1 * line["step"], "reward/format": 0.5 + 0.01 * line["step"], "kept/same": 0.25}
+        line |= {
+            "reward/math": 0.1 * line["step"],
+            "reward/format": 0.5 + 0.01 * line["step"],
+            "kept/same": 0.25,
+        }
         line |= {"reward/ungradable": 0} if line["step"] else {"val/reward/math": 0.2}
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (run / "status.json").write_text(json.dumps({"state": "failed", "reason": "CUDA out of memory", "step": 9}))
+    (run / "status.json").write_text(
+        json.dumps({"state": "failed", "reason": "CUDA out of memory", "step": 9})
+    )
     alarm = {
         "time": 1.7e9,
         "step": 7,
@@ -197,18 +231,18 @@ def test_a_group_is_one_card_with_its_answers_in_a_table(browser, research):
     heads = browser.run(f"[...{group}.querySelectorAll('thead th')].map((th) => th.textContent)")
     assert heads == ["#", "Answer", "Reward", "math", "format", "Advantage", "Tokens", "End"]
     assert browser.run(f"{group}.querySelectorAll('.images img').length") == 1
-    column = (
-        f"(k) => [...{group}.querySelectorAll('tbody tr:not(.detail)')].map((tr) => Number(tr.cells[k].textContent))"
-    )
-    assert browser.run(f"({column})(4)") == [1, 0] * 3 and browser.run(f"({column})(2)") == browser.run(
-        f"({column})(3)"
-    )
+    column = f"(k) => [...{group}.querySelectorAll('tbody tr:not(.detail)')].map((tr) => Number(tr.cells[k].textContent))"
+    assert browser.run(f"({column})(4)") == [1, 0] * 3 and browser.run(
+        f"({column})(2)"
+    ) == browser.run(f"({column})(3)")
     right = browser.run(f"{group}.querySelectorAll('.badge.correct').length")
     assert f"{right} of 6 correct" in browser.run(f"{group}.querySelector('header').textContent")
     browser.click(".group tbody button")
     assert browser.run(f"{group}.querySelector('.detail .tokens span').textContent.length") > 0
     browser.choose("split", "val")
-    assert browser.run("document.querySelectorAll('.group').length") == 0  # one answer each: as before
+    assert (
+        browser.run("document.querySelectorAll('.group').length") == 0
+    )  # one answer each: as before
     assert browser.problems == []
 
 
@@ -231,7 +265,10 @@ def test_formulas_are_mathml_and_prices_are_text(browser, research):
 def test_an_image_is_read_at_full_size(browser, research):
     browser.open(research)
     browser.choose("problem", "shapes:3")
-    shown, stage = "document.querySelector('.images img.zoomable')", "document.querySelector('#zoom .stage img')"
+    shown, stage = (
+        "document.querySelector('.images img.zoomable')",
+        "document.querySelector('#zoom .stage img')",
+    )
     assert browser.run(f"{shown}.getBoundingClientRect().width") < 700
     browser.click(".images img.zoomable")
     browser.wait("document.getElementById('zoom').open")
@@ -259,14 +296,25 @@ def test_an_image_is_read_at_full_size(browser, research):
 def test_distributions_are_of_what_is_found(browser, research):
     browser.open(research)
     browser.choose("split", "train")
-    titles = browser.run("[...document.querySelectorAll('#distributions h3')].map((title) => title.textContent)")
+    titles = browser.run(
+        "[...document.querySelectorAll('#distributions h3')].map((title) => title.textContent)"
+    )
     assert titles == ["Reward", "Response length", "Accuracy by source", "Accuracy by level"]
     label = browser.run("document.querySelector('#distributions svg').getAttribute('aria-label')")
     wrong, right = map(int, re.fullmatch(r"Reward: 0: (\d+), 1: (\d+)", label).groups())
-    rows = [r for f in research.parent.glob("trajectories/*.parquet") for r in pq.read_table(f).to_pylist()]
+    rows = [
+        r
+        for f in research.parent.glob("trajectories/*.parquet")
+        for r in pq.read_table(f).to_pylist()
+    ]
     rows = [row for row in rows if row["split"] == "train"]
-    assert (wrong, right) == (sum(r["reward"] == 0 for r in rows), sum(r["reward"] == 1 for r in rows))
-    told = browser.run("[...document.querySelectorAll('#distributions .kinds')].map((table) => table.innerText)")
+    assert (wrong, right) == (
+        sum(r["reward"] == 0 for r in rows),
+        sum(r["reward"] == 1 for r in rows),
+    )
+    told = browser.run(
+        "[...document.querySelectorAll('#distributions .kinds')].map((table) => table.innerText)"
+    )
     graded = [row for row in rows if row["correct"] is not None and row["error"] is None]
     for kind in ("charts", "shapes"):
         of_kind = [row["correct"] for row in graded if row["problem_id"].startswith(kind)]
@@ -278,10 +326,17 @@ def test_distributions_are_of_what_is_found(browser, research):
 
 def test_parts_smoothing_and_what_stays_constant(browser, research):
     browser.open(research)
-    titles = browser.run("[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)")
+    titles = browser.run(
+        "[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)"
+    )
     assert "Parts of the reward" in titles and "Clipped importance weights" not in titles
     parts = "[...document.querySelectorAll('#curves > .charts .chart')].find((c) => c.innerText.startsWith('Parts of the reward'))"
-    assert browser.run(f"{parts}.querySelector('.legend').innerText").split() == ["format", "0.59", "math", "0.9"]
+    assert browser.run(f"{parts}.querySelector('.legend').innerText").split() == [
+        "format",
+        "0.59",
+        "math",
+        "0.9",
+    ]
     fold = browser.run("document.getElementById('constant-curves').innerText")
     assert re.match(r"\d+ that stay constant", fold)
     browser.click("#constant-curves > summary")
@@ -293,7 +348,9 @@ def test_parts_smoothing_and_what_stays_constant(browser, research):
     before = browser.run(pixels)
     browser.run("""(() => { const slider = document.getElementById('smoothing'); slider.value = 0.8;
         slider.dispatchEvent(new Event('input')); })()""")
-    browser.wait(f"JSON.stringify({pixels}) !== {json.dumps(json.dumps(before, separators=(',', ':')))}")
+    browser.wait(
+        f"JSON.stringify({pixels}) !== {json.dumps(json.dumps(before, separators=(',', ':')))}"
+    )
     assert browser.run("document.querySelector('.smoothing output').textContent") == "0.80"
     assert browser.problems == []
 
@@ -301,19 +358,28 @@ def test_parts_smoothing_and_what_stays_constant(browser, research):
 def test_a_reward_that_stays_zero_keeps_its_chart(browser, tmp_path):
     run_dir = tmp_path / "flat"
     run_dir.mkdir()
-    rows = [{"step": n, "reward/mean": 0.0, "reward/std": 0.0, "rollout/truncated": 1.0} for n in range(1, 5)]
+    rows = [
+        {"step": n, "reward/mean": 0.0, "reward/std": 0.0, "rollout/truncated": 1.0}
+        for n in range(1, 5)
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     browser.open(build_report([run_dir]))
-    titles = browser.run("[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)")
+    titles = browser.run(
+        "[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)"
+    )
     assert titles == ["Reward"]
-    assert "Truncated responses: 1" in browser.run("document.getElementById('constant-curves').textContent")
+    assert "Truncated responses: 1" in browser.run(
+        "document.getElementById('constant-curves').textContent"
+    )
 
 
 def test_how_the_run_ended_stands_on_top(browser, research):
     browser.open(research)
     first = browser.run("document.querySelector('#summary .run').firstElementChild.innerText")
     assert first == "Failed at step 9 of 9: CUDA out of memory"
-    assert "entropy fell below a tenth" in browser.run("document.querySelector('#summary .alarm').innerText")
+    assert "entropy fell below a tenth" in browser.run(
+        "document.querySelector('#summary .alarm').innerText"
+    )
 
 
 def test_filters(browser, page):
@@ -321,14 +387,18 @@ def test_filters(browser, page):
     browser.choose("split", "val")
     assert browser.run("document.getElementById('found').textContent").startswith("36 of 132 ")
     browser.choose("outcome", "correct")
-    assert browser.run(f"{CARDS}.every((card) => card.querySelector('.badge').textContent === 'correct')")
+    assert browser.run(
+        f"{CARDS}.every((card) => card.querySelector('.badge').textContent === 'correct')"
+    )
     browser.choose("from", "3")
     browser.choose("to", "3")
     assert browser.run(
         f"{CARDS}.length > 0 && {CARDS}.every((c) => c.querySelector('h3').textContent === 'Validation, step 3')"
     )
     browser.click("#filters [type=reset]")
-    browser.wait("document.getElementById('found').textContent.startsWith('132 of 132 trajectories')")
+    browser.wait(
+        "document.getElementById('found').textContent.startsWith('132 of 132 trajectories')"
+    )
     browser.choose("problem", "toy-3")
     assert browser.run(
         f"{CARDS}.length > 0 && {CARDS}.every((c) => c.querySelector('.link').textContent === 'problem toy-3')"
@@ -343,7 +413,11 @@ def test_filters(browser, page):
 def test_sorting(browser, page):
     browser.open(page)
     values = {}
-    for sort, fact in (("best", "Reward"), ("worst", "Reward"), ("mismatch_mean", "|rollout − train|")):
+    for sort, fact in (
+        ("best", "Reward"),
+        ("worst", "Reward"),
+        ("mismatch_mean", "|rollout − train|"),
+    ):
         browser.choose("sort", sort)
         values[sort] = browser.run(f"{CARDS}.map(({FACT})('{fact}'))")
     assert values["best"][0] == 1 and values["worst"][0] == 0
@@ -351,10 +425,14 @@ def test_sorting(browser, page):
     browser.choose("sort", "truncated")
     assert browser.run("Boolean(document.querySelector('.trajectory .badge.truncated'))")
     browser.choose("sort", "disputed")
-    labels = browser.run(f"{CARDS}.slice(0, 4).map((card) => card.querySelectorAll('.link')[1].textContent)")
+    labels = browser.run(
+        f"{CARDS}.slice(0, 4).map((card) => card.querySelectorAll('.link')[1].textContent)"
+    )
     assert labels == [f"sample {k} of 4" for k in (1, 2, 3, 4)]
     browser.choose("sort", "newest")
-    assert browser.run(f"{CARDS}.every((card) => card.querySelector('h3').textContent.endsWith('step 6'))")
+    assert browser.run(
+        f"{CARDS}.every((card) => card.querySelector('h3').textContent.endsWith('step 6'))"
+    )
 
 
 def test_pages(browser, page):
@@ -369,9 +447,7 @@ def test_pages(browser, page):
 def test_tokens_are_colored_and_tell_their_numbers_to_mouse_and_keyboard(browser, page):
     browser.open(page)
     browser.choose("split", "train")
-    grounds = (
-        "new Set([...document.querySelectorAll('.tokens span')].map((s) => getComputedStyle(s).backgroundColor)).size"
-    )
+    grounds = "new Set([...document.querySelectorAll('.tokens span')].map((s) => getComputedStyle(s).backgroundColor)).size"
     assert browser.run(grounds) > 4
     browser.point_at(".trajectory .tokens span:nth-child(3)")
     browser.wait("!document.getElementById('tooltip').hidden")
@@ -386,7 +462,9 @@ def test_tokens_are_colored_and_tell_their_numbers_to_mouse_and_keyboard(browser
     assert "5 of 11" in browser.run("document.getElementById('tooltip').innerText")
     browser.run("scrollBy({ top: 30, behavior: 'instant' })")
     time.sleep(0.2)
-    assert not browser.run("document.getElementById('tooltip').hidden"), "scrolling to a focused token must not hide it"
+    assert not browser.run("document.getElementById('tooltip').hidden"), (
+        "scrolling to a focused token must not hide it"
+    )
     browser.press("Escape")
     assert browser.run("document.getElementById('tooltip').hidden")
     browser.choose("color", "advantage")
@@ -414,7 +492,9 @@ def test_a_curve_tells_its_values_to_mouse_and_keyboard(browser, page):
     browser.run("document.querySelector('.chart .plot').focus()")
     browser.press("ArrowLeft")
     assert "accuracy 0.25" in browser.run(read)
-    assert browser.run("document.getElementById('announce').textContent").startswith("step 0: accuracy 0.25")
+    assert browser.run("document.getElementById('announce').textContent").startswith(
+        "step 0: accuracy 0.25"
+    )
 
 
 @pytest.mark.parametrize("name", ["page", "talk"])
@@ -464,14 +544,28 @@ def test_a_phone_needs_no_scrolling_sideways(browser, name, request):
 @pytest.mark.parametrize("name", ["page", "talk"])
 def test_everything_has_a_name_and_a_place(browser, name, request):
     browser.open(request.getfixturevalue(name))
-    nodes = browser.page.context.new_cdp_session(browser.page).send("Accessibility.getFullAXTree")["nodes"]
+    nodes = browser.page.context.new_cdp_session(browser.page).send("Accessibility.getFullAXTree")[
+        "nodes"
+    ]
     named = [
-        (n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored") and "role" in n
+        (n["role"]["value"], n.get("name", {}).get("value", ""))
+        for n in nodes
+        if not n.get("ignored") and "role" in n
     ]
     roles = {role for role, _ in named}
     assert {"main", "banner", "navigation", "search", "heading", "listbox"} <= roles
     for role, name in named:
-        if role in ("button", "link", "combobox", "textbox", "searchbox", "spinbutton", "listbox", "image", "region"):
+        if role in (
+            "button",
+            "link",
+            "combobox",
+            "textbox",
+            "searchbox",
+            "spinbutton",
+            "listbox",
+            "image",
+            "region",
+        ):
             assert name.strip(), f"a {role} without a name"
     browser.press("Tab")
     assert browser.run("document.activeElement.className") == "skip"
@@ -486,9 +580,14 @@ def test_two_runs_are_overlaid_and_aligned_by_problem(browser, two):
     assert len(sides) == 10 and all(a == b and a is not None for a, b in sides)
     before = browser.run("document.querySelector('.side .trajectory').getAttribute('aria-label')")
     browser.click(".side-head button[aria-label^=Next]")
-    assert browser.run("document.querySelector('.side .trajectory').getAttribute('aria-label')") != before
+    assert (
+        browser.run("document.querySelector('.side .trajectory').getAttribute('aria-label')")
+        != before
+    )
     browser.choose("problem", "toy-13")
-    assert browser.run("document.querySelectorAll('.side')[0].innerText").endswith("None of this problem.")
+    assert browser.run("document.querySelectorAll('.side')[0].innerText").endswith(
+        "None of this problem."
+    )
     assert browser.problems == []
 
 
@@ -496,7 +595,10 @@ def test_sequences_and_turns_are_marked_and_columns_are_shown(browser, tmp_path)
     run = make_run(tmp_path / "toy", steps=1)
     file = run / "trajectories/step_1.parquet"
     rows = pq.read_table(file).to_pylist()
-    turns = [{"start": 0, "end": 2, "finish_reason": "stop", "reward": 0.5}, {"start": 4, "end": 6, "reward": 0.25}]
+    turns = [
+        {"start": 0, "end": 2, "finish_reason": "stop", "reward": 0.5},
+        {"start": 4, "end": 6, "reward": 0.25},
+    ]
     for row in rows:
         row["turns"] = json.dumps({"sequences": [0, 4], "turns": turns})
         row["surprise"] = [0.125 * k for k in range(len(row["tokens"]))]
@@ -504,13 +606,19 @@ def test_sequences_and_turns_are_marked_and_columns_are_shown(browser, tmp_path)
     browser.open(build_report([run]))
     browser.choose("split", "train")
     marks = "[...document.querySelector('.tokens').querySelectorAll('.boundary')].map((mark) => mark.textContent)"
-    assert browser.run(marks) == ["sequence 1, turn 1, reward 0.5", "sequence 2, turn 2, reward 0.25"]
+    assert browser.run(marks) == [
+        "sequence 1, turn 1, reward 0.5",
+        "sequence 2, turn 2, reward 0.25",
+    ]
     assert "Turns\n2" in browser.run("document.querySelector('.trajectory .facts').innerText")
     browser.run("document.querySelector('.tokens span').focus()")
     for _ in range(4):
         browser.press("ArrowRight")
     assert browser.run("document.activeElement.dataset.n") == "4"
-    assert _number_after(browser.run("document.getElementById('tooltip').innerText"), "surprise") == 0.5
+    assert (
+        _number_after(browser.run("document.getElementById('tooltip').innerText"), "surprise")
+        == 0.5
+    )
     browser.choose("split", "val")
     assert browser.run("document.querySelectorAll('.boundary').length") == 0
     assert browser.problems == []
@@ -529,11 +637,17 @@ def test_a_conversation_shows_its_pictures_where_they_stood(browser, talk):
     turns = browser.run(f"{card}.querySelectorAll('.turn').length")
     assert turns == browser.run(f"({FACT})('Turns')({card})") >= 2
     assert browser.run(f"{card}.querySelectorAll('.filmstrip li img').length") == turns
-    assert browser.run(f"[...{card}.querySelectorAll('.done')].every((d, k) => d.textContent.startsWith(k + 1))")
-    paid = browser.run(f"[...{card}.querySelectorAll('.turn')].map((t) => t.querySelector('.paid')?.textContent ?? '')")
+    assert browser.run(
+        f"[...{card}.querySelectorAll('.done')].every((d, k) => d.textContent.startsWith(k + 1))"
+    )
+    paid = browser.run(
+        f"[...{card}.querySelectorAll('.turn')].map((t) => t.querySelector('.paid')?.textContent ?? '')"
+    )
     assert paid == [""] * (turns - 1) + ["+1"]
     sources = f"(query) => [...{card}.querySelectorAll(query)].map((image) => image.src)"
-    assert browser.run(f"({sources})('.filmstrip img')") == browser.run(f"({sources})('.content img')")
+    assert browser.run(f"({sources})('.filmstrip img')") == browser.run(
+        f"({sources})('.content img')"
+    )
     browser.run(f"{card}.querySelectorAll('.filmstrip button')[1].focus()")
     browser.press("Enter")
     assert browser.run("document.activeElement.getAttribute('aria-label')") == "Turn 2"
@@ -552,18 +666,27 @@ def test_tokens_of_a_turn_have_its_advantage(browser, talk):
     assert _number_after(shown, "advantage") == _number_after(advantage, "advantage")
     assert browser.run(f"document.activeElement === {turn}.querySelectorAll('.tokens span')[1]")
     browser.press("End")
-    assert browser.run(f"document.activeElement === {turn}.querySelector('.tokens span:last-child')")
+    assert browser.run(
+        f"document.activeElement === {turn}.querySelector('.tokens span:last-child')"
+    )
     sign = "p" if _number_after(advantage, "advantage") > 0 else "n"
-    assert browser.run(f"[...{turn}.querySelectorAll('.tokens span')].every((s) => s.dataset.shade[0] === '{sign}')")
+    assert browser.run(
+        f"[...{turn}.querySelectorAll('.tokens span')].every((s) => s.dataset.shade[0] === '{sign}')"
+    )
 
 
 def test_tool_calls_are_cards_and_the_raw_text_is_a_fold_away(browser, talk):
     browser.open(talk)
     browser.choose("problem", "drawing-1")
-    tools = browser.run("[...document.querySelector('.trajectory').querySelectorAll('.tool')].map((t) => t.innerText)")
+    tools = browser.run(
+        "[...document.querySelector('.trajectory').querySelectorAll('.tool')].map((t) => t.innerText)"
+    )
     assert len(tools) == 3 and "zoom" in tools[0] and "[0,0,160,100]" in tools[0]
     assert "no JSON object" in tools[1] and "no JSON object" not in tools[2]
-    assert browser.run("document.querySelector('.trajectory').querySelectorAll('.tool.failed').length") == 1
+    assert (
+        browser.run("document.querySelector('.trajectory').querySelectorAll('.tool.failed').length")
+        == 1
+    )
     browser.click(".trajectory details > summary")
     browser.wait("document.querySelector('.trajectory details .tokens') !== null")
     assert browser.run("document.querySelectorAll('.trajectory details .boundary').length") == 4
@@ -576,8 +699,14 @@ def test_success_by_turns_and_what_the_environment_measures(browser, talk):
     stored = pq.read_table(talk.parent / "trajectories/step_6.parquet").to_pylist()
     last = [row for row in stored if row["split"] == "val"]
     share = round(100 * sum(row["correct"] for row in last) / len(last))
-    assert "validation at 0" in table and "validation at 6" in table and f"{share} % of {len(last)}" in table
-    titles = browser.run("[...document.querySelectorAll('.chart h3')].map((title) => title.textContent)")
+    assert (
+        "validation at 0" in table
+        and "validation at 6" in table
+        and f"{share} % of {len(last)}" in table
+    )
+    titles = browser.run(
+        "[...document.querySelectorAll('.chart h3')].map((title) => title.textContent)"
+    )
     assert "Turns" in titles and "Environment: distance_left" in titles
 
 
@@ -598,7 +727,12 @@ def test_a_history_that_was_rewritten_is_folded(browser, tmp_path):
     before = browser.run(f"{card}.querySelectorAll('.turn').length")
     assert before == browser.run(f"({FACT})('Turns')({card})")
     assert browser.run(f"{card}.querySelectorAll('.repeated').length") == 1
-    assert browser.run(f"{card}.querySelectorAll('.turn')[1].querySelectorAll('.said .message').length") == 1
+    assert (
+        browser.run(
+            f"{card}.querySelectorAll('.turn')[1].querySelectorAll('.said .message').length"
+        )
+        == 1
+    )
     browser.click(".repeated > summary")
     browser.wait("document.querySelectorAll('.repeated .message').length === 2")
     assert "without its thoughts" in browser.run("document.querySelector('.repeated').innerText")
@@ -615,11 +749,21 @@ def test_a_huge_conversation_is_folded(browser, tmp_path):
         "tool_calls": [{"name": "x" * 9000, "arguments": {"y": "z" * 90_000}}],
     }
     turns = [turn | {"start": k, "end": k + 1} for k in range(400)]
-    said = [{"role": "user", "content": ["w" * 50_000, 0] * 2}, {"role": "assistant", "content": []}]
-    talk = [message | ({"turn": k} if message["role"] == "assistant" else {}) for k in range(400) for message in said]
+    said = [
+        {"role": "user", "content": ["w" * 50_000, 0] * 2},
+        {"role": "assistant", "content": []},
+    ]
+    talk = [
+        message | ({"turn": k} if message["role"] == "assistant" else {})
+        for k in range(400)
+        for message in said
+    ]
     for row in rows:
         n = len(row["tokens"])
-        row |= {"turns": json.dumps({"sequences": [0], "turns": turns[:n]}), "messages": json.dumps([talk[: 2 * n]])}
+        row |= {
+            "turns": json.dumps({"sequences": [0], "turns": turns[:n]}),
+            "messages": json.dumps([talk[: 2 * n]]),
+        }
     pq.write_table(pa.Table.from_pylist(rows), file)
     seconds = browser.open(build_report([run]))
     assert seconds < 5
@@ -639,7 +783,8 @@ def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
     rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
     for row in rows:
         row |= dict.fromkeys(
-            ("prompt", "response", "answer", "error", "problem_id", "reward_parts", "group_id"), HOSTILE
+            ("prompt", "response", "answer", "error", "problem_id", "reward_parts", "group_id"),
+            HOSTILE,
         )
         row["tokens"] = [HOSTILE, "\ud7ff\0", *row["tokens"][2:]]
     pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
@@ -648,10 +793,15 @@ def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, HOSTILE: 1, "val/accuracy": 0.5}))
     call = {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}, "error": HOSTILE}
     odd = [[call, None, 7, {"name": None, "arguments": [HOSTILE]}], HOSTILE, {"a": 1}, None]
-    talk = [[{"role": HOSTILE, "content": [HOSTILE, 99, -1, 0.5, None]}, 7, {"content": 3}, None], HOSTILE, None]
+    talk = [
+        [{"role": HOSTILE, "content": [HOSTILE, 99, -1, 0.5, None]}, 7, {"content": 3}, None],
+        HOSTILE,
+        None,
+    ]
     for row in rows[2:]:
         turns = [
-            {"start": k, "end": k + 2, "reward": HOSTILE, "state": HOSTILE, "tool_calls": odd[k]} for k in range(4)
+            {"start": k, "end": k + 2, "reward": HOSTILE, "state": HOSTILE, "tool_calls": odd[k]}
+            for k in range(4)
         ]
         talk[0] += [{"role": "assistant", "content": [HOSTILE], "turn": k} for k in range(4)]
         row |= {
@@ -660,7 +810,11 @@ def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
             "metrics": json.dumps({HOSTILE: 1}),
         }
     for row in rows:
-        row.setdefault("turns", None), row.setdefault("messages", HOSTILE), row.setdefault("metrics", HOSTILE)
+        (
+            row.setdefault("turns", None),
+            row.setdefault("messages", HOSTILE),
+            row.setdefault("metrics", HOSTILE),
+        )
     pq.write_table(pa.Table.from_pylist(rows), run / "trajectories/step_1.parquet")
     browser.open(build_report([run]))
     browser.choose("split", "train")
@@ -703,7 +857,10 @@ def test_ten_thousand_trajectories_open_in_two_seconds(browser, tmp_path):
     run = make_run(tmp_path / "toy", steps=100, groups=12, samples=8, problems=76, val_every=10)
     page = build_report([run])
     seconds = browser.open(page)
-    assert browser.run("document.getElementById('found').textContent") == "10,436 of 10,436 trajectories"
+    assert (
+        browser.run("document.getElementById('found').textContent")
+        == "10,436 of 10,436 trajectories"
+    )
     assert seconds < 2, f"{seconds} s"
     took = browser.run("""(async () => {
         const start = performance.now();
@@ -720,8 +877,12 @@ def test_the_toy_runs_own_report(browser, tmp_path):
     run.finish()
     seconds = browser.open(run.folder / "report.html")
     assert seconds < 2
-    browser.run("Promise.all([...document.querySelectorAll('.images img')].map((image) => image.decode()))")
-    assert browser.run("[...document.querySelectorAll('.images img')].every((i) => i.naturalWidth > 0)")
+    browser.run(
+        "Promise.all([...document.querySelectorAll('.images img')].map((image) => image.decode()))"
+    )
+    assert browser.run(
+        "[...document.querySelectorAll('.images img')].every((i) => i.naturalWidth > 0)"
+    )
     assert browser.run(f"{CARDS}.length") == 20
     browser.choose("split", "val")
     assert browser.run("document.getElementById('found').textContent") == "72 of 200 trajectories"
@@ -755,7 +916,9 @@ def test_the_crosshair_stands_on_the_step_whose_values_are_shown(browser, page):
     line = "document.querySelector('.chart .u-cursor-x').getBoundingClientRect().x"
     for share, step, at in ((0.35, 3, 0.5), (0.62, 3, 0.5), (0.9, 6, 1.0), (0.1, 0, 0.0)):
         browser.page.mouse.move(over["x"] + share * over["width"], over["y"] + over["height"] / 2)
-        browser.wait(f"document.querySelector('.chart figcaption .value').textContent === 'step {step}'")
+        browser.wait(
+            f"document.querySelector('.chart figcaption .value').textContent === 'step {step}'"
+        )
         browser.page.wait_for_timeout(50)
         assert (browser.run(line) - over["x"]) / over["width"] == pytest.approx(at, abs=0.02), share
 
@@ -767,7 +930,10 @@ def test_a_histogram_has_counts(browser, page):
         f"[...{histogram}.querySelectorAll('.counts span')].map((count) => parseInt(count.textContent))"
     )
     assert len(counts) == 2 and sum(counts) == 132
-    assert browser.run(f"{histogram}.querySelector('.axis').innerText").split() == [str(max(counts)), "0"]
+    assert browser.run(f"{histogram}.querySelector('.axis').innerText").split() == [
+        str(max(counts)),
+        "0",
+    ]
     assert "132 in all" in browser.run(f"{histogram}.innerText")
 
 
@@ -776,16 +942,28 @@ def test_a_prompt_is_bubbles_and_the_reference_is_named(browser, tmp_path, recor
     run = make_run(tmp_path / "toy", steps=1)
     for file in run.glob("trajectories/*.parquet"):
         rows = pq.read_table(file).to_pylist()
-        said = [{"role": "user", "content": [0, "What is the area?"]}, {"role": "assistant", "content": [], "turn": 0}]
+        said = [
+            {"role": "user", "content": [0, "What is the area?"]},
+            {"role": "assistant", "content": [], "turn": 0},
+        ]
         messages = json.dumps([said]) if recorded else None
         table = pa.Table.from_pylist([row | {"messages": messages} for row in rows])
-        pq.write_table(table.set_column(table.num_columns - 1, "messages", table["messages"].cast(pa.string())), file)
+        pq.write_table(
+            table.set_column(
+                table.num_columns - 1, "messages", table["messages"].cast(pa.string())
+            ),
+            file,
+        )
     browser.open(build_report([run]))
     card = "document.querySelector('.trajectory')"
     assert "<|im_start|>" not in browser.run(f"{card}.innerText")
-    bubble = browser.run(f"[...{card}.querySelectorAll('.bubbles .message')].map((message) => message.innerText)")
+    bubble = browser.run(
+        f"[...{card}.querySelectorAll('.bubbles .message')].map((message) => message.innerText)"
+    )
     assert [re.sub(r"\s+", " ", text) for text in bubble] == ["user image 1What is the area?"]
-    heads = browser.run(f"[...{card}.querySelectorAll('.texts > h4')].map((head) => head.textContent)")
+    heads = browser.run(
+        f"[...{card}.querySelectorAll('.texts > h4')].map((head) => head.textContent)"
+    )
     assert heads == ["Response", "Reference answer"]
     browser.click(".trajectory details > summary")
     browser.wait(f"{card}.querySelector('details').innerText.includes('<|im_start|>user')")
@@ -800,7 +978,9 @@ def test_on_a_phone_what_goes_on_beyond_the_edge_fades_out_there(browser, four):
         assert "gradient" in browser.run(f"getComputedStyle({element}).maskImage"), selector
         browser.run(f"{element}.scrollTo({{ left: 10000, behavior: 'instant' }})")
         browser.wait(f"{element}.dataset.more === 'left'")
-    assert browser.run("getComputedStyle(document.querySelector('.bar .more')).visibility") == "hidden"
+    assert (
+        browser.run("getComputedStyle(document.querySelector('.bar .more')).visibility") == "hidden"
+    )
     browser.open(four, width=1280)
     assert browser.run("document.querySelector('.bar nav').dataset.more") == ""
 
@@ -815,10 +995,16 @@ def test_four_runs_are_compared_in_tables_and_in_one_plot(browser, four):
     legend = browser.run("document.querySelector('.chart .legend').innerText")
     assert all(f"{name}: accuracy" in legend for name in rows)
     assert legend.count("constant answer") == 1, "a baseline that all runs have is one line"
-    titles = browser.run("[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)")
-    assert "Time of a step" in titles and not any(title.startswith("Time by phase") for title in titles)
+    titles = browser.run(
+        "[...document.querySelectorAll('#curves > .charts h3')].map((title) => title.textContent)"
+    )
+    assert "Time of a step" in titles and not any(
+        title.startswith("Time by phase") for title in titles
+    )
     browser.choose("split", "val")
-    assert browser.run("document.querySelector('.compared tbody').rows.length") == 8, "a row of each run, and its fold"
+    assert browser.run("document.querySelector('.compared tbody').rows.length") == 8, (
+        "a row of each run, and its fold"
+    )
     browser.click(".compared tbody button")
     assert browser.run("document.querySelectorAll('.compared .detail .trajectory').length") == 1
     assert browser.problems == []

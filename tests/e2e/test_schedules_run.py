@@ -66,7 +66,9 @@ def staleness(folder: Path) -> dict[int, int]:
     }
 
 
-def test_slow_environments_hold_neither_the_engine_nor_the_step_and_open_groups_are_asked_for_again(tmp_path):
+def test_slow_environments_hold_neither_the_engine_nor_the_step_and_open_groups_are_asked_for_again(
+    tmp_path,
+):
     (tmp_path / "slow.py").write_text(SLOW)
     overrides = (
         *APART,
@@ -102,7 +104,9 @@ def test_slow_environments_hold_neither_the_engine_nor_the_step_and_open_groups_
     ]
     decoded = [span["end"] for span in spans if span["name"] in ("decode", "prefill")]
     busy = [any(start < end < stop for end in decoded) for start, stop in slept]
-    assert slept and sum(busy) > len(busy) / 2, "the engine works for others while an environment takes its time"
+    assert slept and sum(busy) > len(busy) / 2, (
+        "the engine works for others while an environment takes its time"
+    )
 
 
 def test_one_step_off_is_the_same_again(tmp_path):

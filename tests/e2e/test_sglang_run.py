@@ -31,7 +31,14 @@ GONE = 150
 def start(folder: Path, *overrides: str) -> tuple[subprocess.Popen, dict[str, str]]:
     """A small run, and the mark that all its processes carry; what it writes is in `folder`/output."""
     mark = {"RLINF_VL_TEST_RUN": str(folder)}
-    command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu-sglang", f"runner.output_dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlinf_vl",
+        "train",
+        "toy-grpo-cpu-sglang",
+        f"runner.output_dir={folder}",
+    ]
     small = ["data.rollout_batch_size=8", "data.val_samples=8", "runner.save_interval=-1"]
     with (folder / "output").open("w") as output:
         run = subprocess.Popen(
@@ -53,7 +60,9 @@ def wait_until(reached, run: subprocess.Popen, folder: Path) -> None:
 
 def metrics(folder: Path) -> list[dict]:
     written = folder / "toy-grpo-cpu-sglang/metrics.jsonl"
-    return [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    return (
+        [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    )
 
 
 def commands(mark: dict[str, str]) -> str:
@@ -90,7 +99,9 @@ def test_a_run_trains_and_its_numbers_agree(tmp_path):
         assert all(value is not None for value in row.values())
         assert 0 < row["actor/rollout_train_abs_diff_mean"] <= 1e-4
         assert row["rollout/errors"] == row["rollout/worker_restarts"] == 0
-    versions = [(row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows[1:]]
+    versions = [
+        (row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows[1:]
+    ]
     assert versions == [(0, 0), (1, 1), (2, 2)]
     assert rows[1]["mismatch/one_image"] <= 1e-4 < rows[1]["mismatch/blank_images"]
     assert_all_gone(mark)

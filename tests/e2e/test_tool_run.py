@@ -37,7 +37,11 @@ def test_rewards_are_those_of_first_and_second_answers(rows: list[dict]) -> None
         assert row["reward/mean"] == pytest.approx(first + 0.5 * (correct - first))
         assert row["env/tool_calls"] > 0.5
     for row in (rows[0], rows[-1]):
-        assert row["val/env/first_correct"] <= row["val/env/correct"] == pytest.approx(row["val/accuracy"])
+        assert (
+            row["val/env/first_correct"]
+            <= row["val/env/correct"]
+            == pytest.approx(row["val/accuracy"])
+        )
 
 
 def test_calls_are_recorded_and_their_results_shown(run: Path) -> None:
@@ -46,7 +50,9 @@ def test_calls_are_recorded_and_their_results_shown(run: Path) -> None:
     calls = 0
     for turns, messages in zip(table.turns, table.messages, strict=True):
         told = [message for message in json.loads(messages)[0] if message["role"] == "user"][1:]
-        shown = "".join(part for message in told for part in message["content"] if isinstance(part, str))
+        shown = "".join(
+            part for message in told for part in message["content"] if isinstance(part, str)
+        )
         made = [call for turn in json.loads(turns)["turns"] for call in turn.get("tool_calls", [])]
         for call in made:
             if "error" in call:

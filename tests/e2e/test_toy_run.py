@@ -17,14 +17,27 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 def train(folder: Path, *overrides: str, expect: int = 0) -> str:
     """`python -m rlinf_vl train toy-grpo-cpu …`; what it wrote to the terminal."""
-    command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", f"runner.output_dir={folder}", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "rlinf_vl",
+        "train",
+        "toy-grpo-cpu",
+        f"runner.output_dir={folder}",
+        *overrides,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == expect, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "toy-grpo-cpu/metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "toy-grpo-cpu/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +88,10 @@ def test_the_runs_folder_is_complete(run):
     folder = run / "toy-grpo-cpu"
     assert "experiment_name: toy-grpo-cpu" in (folder / "config.yaml").read_text()
     assert list((folder / "tensorboard").glob("events.*"))
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["global_step_2", "global_step_3"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "global_step_2",
+        "global_step_3",
+    ]
 
 
 def test_trajectories_are_what_was_sampled_and_trained_on(run):
@@ -89,7 +105,10 @@ def test_trajectories_are_what_was_sampled_and_trained_on(run):
         (path,) = images
         assert hashlib.sha256((folder / path).read_bytes()).hexdigest() == Path(path).stem
     assert (table.tokens.map("".join).str.removesuffix("<|im_end|>") == table.response).all()
-    assert table.prompt.str.count("<image>").eq(1).all() and not table.prompt.str.contains("image_pad").any()
+    assert (
+        table.prompt.str.count("<image>").eq(1).all()
+        and not table.prompt.str.contains("image_pad").any()
+    )
     train, val = table[table.split == "train"], table[table.split == "val"]
     assert val.train_logprobs.isna().all() and val.advantage.isna().all()
     rows = {row["step"]: row for row in metrics(run)}
@@ -97,11 +116,15 @@ def test_trajectories_are_what_was_sampled_and_trained_on(run):
         pairs = zip(part.rollout_logprobs, part.train_logprobs, strict=True)
         differences = np.concatenate([np.abs(a - b) for a, b in pairs])
         assert np.isfinite(differences).all()
-        assert differences.mean() == pytest.approx(rows[step]["actor/rollout_train_abs_diff_mean"], rel=1e-3)
+        assert differences.mean() == pytest.approx(
+            rows[step]["actor/rollout_train_abs_diff_mean"], rel=1e-3
+        )
         assert differences.max() == pytest.approx(rows[step]["actor/rollout_train_abs_diff_max"])
         assert part.reward.mean() == pytest.approx(rows[step]["reward/mean"])
         groups = part.groupby("group_id")
-        expected = (part.reward - groups.reward.transform("mean")) / (groups.reward.transform("std") + 1e-6)
+        expected = (part.reward - groups.reward.transform("mean")) / (
+            groups.reward.transform("std") + 1e-6
+        )
         assert part.advantage.to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4)
         assert all((versions == step - 1).all() for versions in part.weight_versions)
     for step, part in val.groupby("step"):
@@ -111,8 +134,22 @@ def test_trajectories_are_what_was_sampled_and_trained_on(run):
 
 def test_an_evaluation_of_its_checkpoint_finds_what_the_run_found(run, tmp_path):
     """The first sample of a problem is drawn as a validation draws it."""
-    command = [sys.executable, "-m", "rlinf_vl", "eval", "toy-grpo-cpu", f"runner.output_dir={tmp_path}"]
-    asked = ["data.val_samples=40", f"checkpoint={run / 'toy-grpo-cpu'}", "--samples", "2", "--by", "answer"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlinf_vl",
+        "eval",
+        "toy-grpo-cpu",
+        f"runner.output_dir={tmp_path}",
+    ]
+    asked = [
+        "data.val_samples=40",
+        f"checkpoint={run / 'toy-grpo-cpu'}",
+        "--samples",
+        "2",
+        "--by",
+        "answer",
+    ]
     done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "toy-grpo-cpu-eval"
@@ -121,13 +158,19 @@ def test_an_evaluation_of_its_checkpoint_finds_what_the_run_found(run, tmp_path)
     assert len(table) == 80 and table.correct.mean() == pytest.approx(made["pass@1"]["mean"])
     best = table.groupby("problem_id").correct.max()
     assert best.mean() == pytest.approx(made["pass@2"]["mean"]) and len(best) == 40
-    assert table[table["sample"] == 0].correct.mean() == pytest.approx(metrics(run)[-1]["val/accuracy"])
+    assert table[table["sample"] == 0].correct.mean() == pytest.approx(
+        metrics(run)[-1]["val/accuracy"]
+    )
     assert sum(part["pass@1"]["problems"] for part in made["tables"]["answer"].values()) == 40
     assert "| all |" in done.stdout and made["checkpoint"].endswith("global_step_3")
     assert all((folder / path).is_file() for images in table.images for path in images)
     assert sorted(path.name for path in folder.glob(".*")) == [], "the exported weights are gone"
-    report = subprocess.run([sys.executable, "-m", "rlinf_vl", "report", str(folder)], capture_output=True, text=True)
-    assert report.returncode == 0 and (folder / "report.html").stat().st_size > 50_000, report.stderr
+    report = subprocess.run(
+        [sys.executable, "-m", "rlinf_vl", "report", str(folder)], capture_output=True, text=True
+    )
+    assert report.returncode == 0 and (folder / "report.html").stat().st_size > 50_000, (
+        report.stderr
+    )
 
 
 def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
@@ -137,10 +180,21 @@ def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
     from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
     out = tmp_path / "exported"
-    command = [sys.executable, "-m", "rlinf_vl", "export", str(run / "toy-grpo-cpu"), str(out), "--dtype", "fp32"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlinf_vl",
+        "export",
+        str(run / "toy-grpo-cpu"),
+        str(out),
+        "--dtype",
+        "fp32",
+    ]
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     trained = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).state_dict()
-    start = AutoModelForImageTextToText.from_pretrained(toy_checkpoint_path(), dtype=torch.float32).state_dict()
+    start = AutoModelForImageTextToText.from_pretrained(
+        toy_checkpoint_path(), dtype=torch.float32
+    ).state_dict()
     assert trained.keys() == start.keys()
     moved = {name for name in trained if not torch.equal(trained[name], start[name])}
     assert any("language_model.layers" in name for name in moved)
@@ -149,7 +203,12 @@ def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
     (new := tmp_path / "new").mkdir()
     (new / "file").touch()
     usual = {path.is_dir(): path.stat().st_mode for path in (new, new / "file")}
-    unusual = [path for top in (run, out) for path in top.rglob("*") if path.stat().st_mode != usual[path.is_dir()]]
+    unusual = [
+        path
+        for top in (run, out)
+        for path in top.rglob("*")
+        if path.stat().st_mode != usual[path.is_dir()]
+    ]
     assert not unusual, "whoever may read other files may read those of a run and of an export"
 
 
@@ -170,7 +229,9 @@ def test_resume_auto_goes_on_where_it_stopped(run):
 
 
 def test_reward_climbs(tmp_path):
-    train(tmp_path, "runner.max_steps=20", "runner.val_check_interval=20", "runner.save_interval=-1")
+    train(
+        tmp_path, "runner.max_steps=20", "runner.val_check_interval=20", "runner.save_interval=-1"
+    )
     rows = metrics(tmp_path)
     assert rows[-1]["val/accuracy"] > rows[0]["val/accuracy"] + 0.15
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
@@ -191,7 +252,9 @@ def test_real_geometry_runs_through(tmp_path, geo3k_dir):
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
 
 
-@pytest.mark.parametrize("moment, number", [("ray::", signal.SIGTERM), ("ray::RolloutRank", signal.SIGINT)])
+@pytest.mark.parametrize(
+    "moment, number", [("ray::", signal.SIGTERM), ("ray::RolloutRank", signal.SIGINT)]
+)
 def test_a_run_that_is_told_to_stop_while_it_starts_leaves_no_process(tmp_path, moment, number):
     run = Run(tmp_path)
     run.until(lambda: run.actors(moment))

@@ -56,7 +56,11 @@ FAMILIES = ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe", 
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative, in the Frobenius norm; inf where ours is not finite."""
     ours, exact = ours.detach().double().cpu(), exact.detach().double().cpu()
-    return float((ours - exact).norm() / exact.norm().clamp_min(1e-30)) if ours.isfinite().all() else float("inf")
+    return (
+        float((ours - exact).norm() / exact.norm().clamp_min(1e-30))
+        if ours.isfinite().all()
+        else float("inf")
+    )
 
 
 @pytest.fixture
@@ -75,14 +79,21 @@ def test_attention_and_its_gradients(row, kv_heads, dim, dtype):
     lengths, prefix = ROWS[row]
     torch.manual_seed(0)
     inputs = [torch.randn(1, h, sum(lengths), dim).to(dtype) for h in (4, kv_heads, kv_heads)]
-    ours, exact = ([x.to(*to).requires_grad_() for x in inputs] for to in ((CUDA,), (torch.float64,)))
+    ours, exact = (
+        [x.to(*to).requires_grad_() for x in inputs] for to in ((CUDA,), (torch.float64,))
+    )
     plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), device=CUDA, dtype=dtype)
     out = plan.attend(0, *ours, 0.3).transpose(1, 2)
-    expected = scaled_dot_product_attention(*exact, attn_mask=mask_of(lengths, prefix), scale=0.3, enable_gqa=True)
+    expected = scaled_dot_product_attention(
+        *exact, attn_mask=mask_of(lengths, prefix), scale=0.3, enable_gqa=True
+    )
     grad = torch.randn_like(expected).to(dtype)
     bound = 2e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-5
     assert error(out, expected) < bound
-    made = torch.autograd.grad(out, ours, grad.to(CUDA)), torch.autograd.grad(expected, exact, grad.double())
+    made = (
+        torch.autograd.grad(out, ours, grad.to(CUDA)),
+        torch.autograd.grad(expected, exact, grad.double()),
+    )
     for name, a, b in zip("qkv", *made, strict=True):
         if b.norm() > 1e-6 * grad.double().norm():  # rows of one token have no gradient in q and k
             assert error(a, b) < bound, name
@@ -95,35 +106,49 @@ def test_delta_nets_and_their_gradients(row, dtype):
     (lengths, prefix), sizes = DELTA_ROWS[row], (2, 4, 64, 64, 4)
     exact = delta_inputs(sum(lengths), sizes)
     ours = [x.detach().to(CUDA, dtype).requires_grad_() for x in exact]
-    ours[1] = exact[1].detach().float().to(CUDA).requires_grad_()  # log decays are float32 in a model, too
+    ours[1] = (
+        exact[1].detach().float().to(CUDA).requires_grad_()
+    )  # log decays are float32 in a model, too
     layout = DeltaLayout(np.cumsum([0, *lengths]), np.array(prefix), CUDA)
     out, _, states = delta_rule(*ours[:3], Mixer(ours[3], *sizes[:4]), layout, None)
     expected, _, expected_states = by_path(lengths, prefix, *exact, sizes)
     bound = 3e-2 if dtype == torch.bfloat16 else 1e-4
     assert error(out, expected) < bound and error(states, expected_states) < bound
     grad = torch.randn_like(expected).to(dtype)
-    made = torch.autograd.grad(out, ours, grad.to(CUDA)), torch.autograd.grad(expected, exact, grad.double())
+    made = (
+        torch.autograd.grad(out, ours, grad.to(CUDA)),
+        torch.autograd.grad(expected, exact, grad.double()),
+    )
     for name, a, b in zip(("qkv", "g", "beta", "weight"), *made, strict=True):
         assert error(a, b) < 2 * bound, name
 
 
 def test_which_kernel_a_delta_net_has_is_seen():
-    pytest.importorskip("fla.ops.gated_delta_rule", reason="flash-linear-attention is not installed (fla-core)")
+    pytest.importorskip(
+        "fla.ops.gated_delta_rule", reason="flash-linear-attention is not installed (fla-core)"
+    )
     assert delta._rule_for(CUDA, torch.bfloat16) is not None
 
 
 def some_groups(family: str):
     rng, text = np.random.default_rng(0), family == "qwen3"
     shapes = [[], [], []] if text else [[(2, 3)], [], [(1, 1), (3, 2), (2, 2)]]
-    return [group(rng, s, r, str(i)) for i, (s, r) in enumerate(zip(shapes, ([5, 1, 9], [4, 6], [7, 3]), strict=True))]
+    return [
+        group(rng, s, r, str(i))
+        for i, (s, r) in enumerate(zip(shapes, ([5, 1, 9], [4, 6], [7, 3]), strict=True))
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_float32_equals_transformers(family):
     groups = some_groups(family)
     members = [Member(g, i, [0.0]) for g in groups for i in range(len(g.trajectories))]
-    expected = torch.cat([transformers_logprobs(tiny_model(family=family), m.group, m.index) for m in members])
-    batch = replace(tiny_collator(), family=family_of(family))(members, run_vision=family != "qwen3")
+    expected = torch.cat(
+        [transformers_logprobs(tiny_model(family=family), m.group, m.index) for m in members]
+    )
+    batch = replace(tiny_collator(), family=family_of(family))(
+        members, run_vision=family != "qwen3"
+    )
     ours = tiny_policy(model_type=family).to(CUDA)(batch)[0]
     torch.testing.assert_close(ours.cpu(), expected, atol=2e-5, rtol=1e-4)
 
@@ -133,7 +158,9 @@ def test_a_model_in_bfloat16_is_as_near_to_float32_as_transformers(family):
     """Logprobs and the gradient of their sum, each within twice transformers' own error in bfloat16 on this GPU."""
     groups = some_groups(family)
     members = [Member(g, i, [0.0]) for g in groups for i in range(len(g.trajectories))]
-    batch = replace(tiny_collator(), family=family_of(family))(members, run_vision=family != "qwen3")
+    batch = replace(tiny_collator(), family=family_of(family))(
+        members, run_vision=family != "qwen3"
+    )
 
     def theirs(model):
         found = []
@@ -141,11 +168,18 @@ def test_a_model_in_bfloat16_is_as_near_to_float32_as_transformers(family):
             (sequence,) = m.group.trajectories[m.index].sequences
             ids, images = transformers_inputs(sequence)
             device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-            images = {k: v.to(device, dtype) if k == "pixel_values" else v.to(device) for k, v in images.items()}
+            images = {
+                k: v.to(device, dtype) if k == "pixel_values" else v.to(device)
+                for k, v in images.items()
+            }
             ids = ids.to(device)
             if hasattr(model.model, "rope_deltas"):
                 model.model.rope_deltas = None
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0].float()
+            logits = (
+                model(input_ids=ids, attention_mask=torch.ones_like(ids), **images)
+                .logits[0]
+                .float()
+            )
             logits[:, torch.from_numpy(banned()).to(device)] = -torch.inf
             where = torch.from_numpy(np.flatnonzero(sequence.loss_mask)).to(device)
             found.append(logits.log_softmax(-1)[where - 1, ids[0, where]])
@@ -153,9 +187,13 @@ def test_a_model_in_bfloat16_is_as_near_to_float32_as_transformers(family):
 
     def with_gradient(model, logprobs):
         total = logprobs.sum()
-        params = {n: p for n, p in model.named_parameters() if "language_model" in n or family == "qwen3"}
+        params = {
+            n: p for n, p in model.named_parameters() if "language_model" in n or family == "qwen3"
+        }
         made = torch.autograd.grad(total, list(params.values()), allow_unused=True)
-        return logprobs.detach(), torch.cat([g.float().flatten().cpu() for g in made if g is not None])
+        return logprobs.detach(), torch.cat(
+            [g.float().flatten().cpu() for g in made if g is not None]
+        )
 
     exact_model = tiny_model(family=family)
     exact = with_gradient(exact_model, theirs(exact_model))
@@ -180,13 +218,17 @@ def bfloat16() -> ActorConfig:
 
 def minibatch(groups):
     items = tuple(Item(g, i, 1, 1) for g in groups for i in range(len(groups[g].trajectories)))
-    return RankMiniBatch((items,), (True,), sum(t.n_response_tokens for g in groups.values() for t in g.trajectories))
+    return RankMiniBatch(
+        (items,), (True,), sum(t.n_response_tokens for g in groups.values() for t in g.trajectories)
+    )
 
 
 def test_an_update_equals_that_of_a_cpu(mesh):
     """float32, one rank, NCCL: loss, gradient norm and the weights after a step."""
     groups = dict(enumerate(some_groups("qwen3_vl")))
-    advantages = [tuple((float(i - 1),) for i in range(len(g.trajectories))) for g in groups.values()]
+    advantages = [
+        tuple((float(i - 1),) for i in range(len(g.trajectories))) for g in groups.values()
+    ]
     found = []
     for device in (CUDA, "cpu"):
         trainer = tiny_trainer(Mesh.make(device))
@@ -258,4 +300,6 @@ def test_no_draw_over_a_large_vocabulary_gives_a_banned_id():
     for seed in range(50):
         ids, logprobs = sampler(logits, torch.from_numpy(uniforms(seed, rows)).to(CUDA))
         assert not forbidden[ids.cpu()].any()
-        torch.testing.assert_close(logprobs.double(), exact.gather(1, ids[:, None])[:, 0], atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            logprobs.double(), exact.gather(1, ids[:, None])[:, 0], atol=1e-4, rtol=1e-5
+        )

@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module", autouse=True)
 def pretended_gpus():
     """A private Ray that offers 8 GPUs, and is told not to show each actor its own."""
-    environment = _actor_environment(ClusterConfig()) | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    environment = _actor_environment(ClusterConfig()) | {
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"
+    }
     with pytest.MonkeyPatch.context() as m:
         for name, value in environment.items():
             m.setenv(name, value)
@@ -53,19 +55,28 @@ class Member:
 
         own_process(cpu_threads, "cuda")
         names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-        return {name: os.environ[name] for name in names}, torch.get_num_threads(), len(os.sched_getaffinity(0))
+        return (
+            {name: os.environ[name] for name in names},
+            torch.get_num_threads(),
+            len(os.sched_getaffinity(0)),
+        )
 
 
 def test_actors_see_their_own_gpus_only_even_if_ray_is_told_not_to_see_to_it():
     """Torch's device 0 and SGLang's base_gpu_id 0 would otherwise be the same GPU in every process."""
-    pairs = [Member.options(num_gpus=1).remote() for _ in range(2)] + [Member.options(num_gpus=2).remote()]
+    pairs = [Member.options(num_gpus=1).remote() for _ in range(2)] + [
+        Member.options(num_gpus=2).remote()
+    ]
     rank, worker, engine_of_two = ray.get([member.set_up.remote(None) for member in pairs])
     (alone, threads, cores), (beside, *_), (two, *_) = rank, worker, engine_of_two
     seen = [names["CUDA_VISIBLE_DEVICES"].split(",") for names in (alone, beside, two)]
     assert [len(gpus) for gpus in seen] == [1, 1, 2]
     assert len({gpu for gpus in seen for gpu in gpus}) == 4
     assert threads == max(1, min(16, cores // 16)) == int(alone["OMP_NUM_THREADS"])
-    nccl = [{name: value for name, value in names.items() if name.startswith("NCCL")} for names in (alone, beside)]
+    nccl = [
+        {name: value for name, value in names.items() if name.startswith("NCCL")}
+        for names in (alone, beside)
+    ]
     assert nccl[0] == nccl[1] == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert ray.get(pairs[0].set_up.remote(3))[1] == 3
 

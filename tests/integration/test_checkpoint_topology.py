@@ -33,9 +33,21 @@ def step(trainer, kind: str) -> dict[str, float]:
     groups, mesh = groups_of(kind), trainer.mesh
     summaries = [GroupSummary.of(group, IMAGE_ID) for group in groups]
     shares = mesh.ranks["data"].size()
-    plan = plan_step(summaries, trainer.algorithm, ranks=shares, budget=400, micro_batch_size=None, share_prompts=True)
+    plan = plan_step(
+        summaries,
+        trainer.algorithm,
+        ranks=shares,
+        budget=400,
+        micro_batch_size=None,
+        share_prompts=True,
+    )
     minibatches = [ranks[mesh.data_rank] for ranks in plan.minibatches]
-    mine = {i.group: groups[i.group] for mini in minibatches for items in mini.micro_batches for i in items}
+    mine = {
+        i.group: groups[i.group]
+        for mini in minibatches
+        for items in mini.micro_batches
+        for i in items
+    }
     sums, _ = trainer.update(mine, minibatches, plan.advantages, version=0)
     states: list = [None] * dist.get_world_size()
     dist.all_gather_object(states, sums.state())
@@ -100,11 +112,16 @@ def assert_close(ours, theirs):
         np.testing.assert_allclose(value, theirs[name], atol=2e-6, rtol=1e-4, err_msg=name)
 
 
-ALONE, PAIR = (1, 1, None), (2, 1, None)  # ranks, how many of them share a row, how many have the weights between them
+ALONE, PAIR = (
+    (1, 1, None),
+    (2, 1, None),
+)  # ranks, how many of them share a row, how many have the weights between them
 
 
 @pytest.mark.parametrize(
-    ("written_by", "read_by"), [(PAIR, [ALONE, (2, 2, None), (4, 1, 2)]), ((4, 2, 2), [PAIR, (4, 2, None)])], ids=str
+    ("written_by", "read_by"),
+    [(PAIR, [ALONE, (2, 2, None), (4, 1, 2)]), ((4, 2, 2), [PAIR, (4, 2, None)])],
+    ids=str,
 )
 def test_a_checkpoint_fits_any_ranks_and_holds_what_was_when_it_was_begun(
     processes, undisturbed, tmp_path, written_by, read_by
@@ -114,13 +131,21 @@ def test_a_checkpoint_fits_any_ranks_and_holds_what_was_when_it_was_begun(
     assert_close(saved[0][1], undisturbed[0][0])
     assert_close(saved[0][2], undisturbed[1][0])  # training went on as if nothing was written
     files = {path.name for path in tmp_path.iterdir()}
-    assert sorted(name for digests, *_ in saved for name in digests) == sorted(files), "each by the rank that wrote it"
+    assert sorted(name for digests, *_ in saved for name in digests) == sorted(files), (
+        "each by the rank that wrote it"
+    )
     for ranks, *layout in read_by:
-        for rank, (read, later, metrics, random) in enumerate(processes.run(ranks, go_on, str(tmp_path), *layout)):
+        for rank, (read, later, metrics, random) in enumerate(
+            processes.run(ranks, go_on, str(tmp_path), *layout)
+        ):
             for name, value in saved[0][1].items():
-                np.testing.assert_array_equal(read[name], value, err_msg=name)  # not those of the step after
+                np.testing.assert_array_equal(
+                    read[name], value, err_msg=name
+                )  # not those of the step after
             assert_close(later, undisturbed[1][0])
             for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
-                assert metrics[name] == pytest.approx(undisturbed[1][1][name], rel=1e-4, abs=1e-6), name
+                assert metrics[name] == pytest.approx(
+                    undisturbed[1][1][name], rel=1e-4, abs=1e-6
+                ), name
             if rank < len(saved):
                 np.testing.assert_array_equal(random, saved[rank][3])

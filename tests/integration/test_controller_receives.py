@@ -16,20 +16,33 @@ pytestmark = pytest.mark.integration
 
 def offences(value, path="") -> list[str]:
     """Where `value` holds an array, a tensor, bytes or one of the types that carry them."""
-    if isinstance(value, (np.ndarray, torch.Tensor, bytes, bytearray, Group, Trajectory, ImageRef, Problem, Sample)):
+    if isinstance(
+        value,
+        (np.ndarray, torch.Tensor, bytes, bytearray, Group, Trajectory, ImageRef, Problem, Sample),
+    ):
         return [f"{path}: {type(value).__name__}"]
     if isinstance(value, dict):
         return [o for k, v in value.items() for o in offences(v, f"{path}[{k}]")]
     if isinstance(value, (list, tuple, set)):
         # a row of many numbers would be tokens by another name
         many = (
-            [f"{path}: {len(value)} numbers"] if len(value) > 64 and isinstance(next(iter(value)), (int, float)) else []
+            [f"{path}: {len(value)} numbers"]
+            if len(value) > 64 and isinstance(next(iter(value)), (int, float))
+            else []
         )
         return many + [o for i, v in enumerate(value) for o in offences(v, f"{path}[{i}]")]
     if dataclasses.is_dataclass(value):
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return [o for name, v in fields if name not in ("kept", "too_long") for o in offences(v, f"{path}.{name}")]
-    assert value is None or isinstance(value, (int, float, str, bool, enum.Enum, ray.ObjectRef)), (path, type(value))
+        return [
+            o
+            for name, v in fields
+            if name not in ("kept", "too_long")
+            for o in offences(v, f"{path}.{name}")
+        ]
+    assert value is None or isinstance(value, (int, float, str, bool, enum.Enum, ray.ObjectRef)), (
+        path,
+        type(value),
+    )
     return []
 
 
@@ -57,7 +70,9 @@ def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch)
 
     with ray_cluster(config), reserve(config) as placement:
         monkeypatch.setattr(ray, "get", watched)
-        metrics = run(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest())
+        metrics = run(
+            config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest()
+        )
         monkeypatch.setattr(ray, "get", get)
     assert metrics["reward/mean"] >= 0
     assert len(received) > 15  # 8 + 8 + 4 groups, and what starts and trains

@@ -56,23 +56,36 @@ def pictures():
     exif = Image.Exif()
     exif[0x0112] = 6
     return [
-        *(encode(image, format) for image, format in zip(noise, ["PNG", "JPEG", "WEBP", "GIF"] * 10, strict=True)),
+        *(
+            encode(image, format)
+            for image, format in zip(noise, ["PNG", "JPEG", "WEBP", "GIF"] * 10, strict=True)
+        ),
         encode(noise[0], "GIF", save_all=True, append_images=noise[1:3]),
         encode(noise[0], "JPEG", exif=exif),
         encode(noise[0].convert("RGBA")),
         encode(noise[0].convert("CMYK"), "JPEG"),
         encode(noise[0].convert("P")),
         encode(Image.fromarray(rng.integers(0, 2**16, (20, 30), np.uint16))),
-        *(encode(Image.new("RGB", size)) for size in [(1, 1), (1, 200), (200, 1), (15, 3000), (3, 5)]),
+        *(
+            encode(Image.new("RGB", size))
+            for size in [(1, 1), (1, 200), (200, 1), (15, 3000), (3, 5)]
+        ),
     ]
 
 
 def bomb():
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(bytes(1000)))
+        + chunk(b"IEND", b"")
+    )
 
 
 def damaged_image(damage, k, good):
@@ -89,7 +102,13 @@ def damaged_image(damage, k, good):
             return encode(Image.new("L", [(1, 4000), (4000, 1), (2, 401)][k % 3]))
         case "outside":
             absolute = ["/etc/passwd", "file:///etc/passwd"]
-            return ["../secret.png", "link.png", "linked/secret.png", "images/../../secret.png", *absolute][k % 6]
+            return [
+                "../secret.png",
+                "link.png",
+                "linked/secret.png",
+                "images/../../secret.png",
+                *absolute,
+            ][k % 6]
         case "missing":
             return ["gone.png", "images", "pipe", "gone/a.png", "loop"][k % 5]
         case "url":
@@ -100,7 +119,9 @@ def damaged_image(damage, k, good):
 def row(i, good):
     """(problem, image, answer) of row i: an image is bytes or a path."""
     damage, k = damage_of(i), i // EVERY
-    image = damaged_image(damage, k, good) or ("images/a.png" if i % 7 == 0 else good[(i * 31) % len(good)])
+    image = damaged_image(damage, k, good) or (
+        "images/a.png" if i % 7 == 0 else good[(i * 31) % len(good)]
+    )
     if damage == "text" and k % 5 == 1:
         image = b""
     problem = f"<image>\nWhat is {i}?" if i % 3 else f"What is {i}?"
@@ -135,19 +156,34 @@ def write(folder, good, n=N_ROWS):
     os.mkfifo(folder / "data/pipe")
 
     def cell(image):
-        return {"bytes": None, "path": image} if isinstance(image, str) else {"bytes": image, "path": None}
+        return (
+            {"bytes": None, "path": image}
+            if isinstance(image, str)
+            else {"bytes": image, "path": None}
+        )
 
     def text(image):
-        return image if isinstance(image, str) else "data:image/png;base64," + base64.b64encode(image).decode()
+        return (
+            image
+            if isinstance(image, str)
+            else "data:image/png;base64," + base64.b64encode(image).decode()
+        )
 
-    table = [(p, [cell(x) for x in images], a) for p, images, a in (row(i, good) for i in range(n // 2))]
+    table = [
+        (p, [cell(x) for x in images], a) for p, images, a in (row(i, good) for i in range(n // 2))
+    ]
     columns = dict(zip(("problem", "images", "answer"), zip(*table, strict=True), strict=True))
     columns["answer"] = pa.array(columns["answer"], pa.float64(), from_pandas=False)
     pq.write_table(pa.table(columns), folder / "data/first.parquet")
     with (folder / "data/second.jsonl").open("w") as file:
         for problem, images, answer in (row(i, good) for i in range(n // 2, n)):
             answer = " " if answer is None else str(answer)
-            file.write(json.dumps({"problem": problem, "images": [text(x) for x in images], "answer": answer}) + "\n")
+            file.write(
+                json.dumps(
+                    {"problem": problem, "images": [text(x) for x in images], "answer": answer}
+                )
+                + "\n"
+            )
     return [str(folder / "data/first.parquet"), str(folder / "data/second.jsonl")]
 
 
@@ -155,7 +191,9 @@ def write(folder, good, n=N_ROWS):
 def rank(tmp_path_factory, toy_folder):
     """A rollout worker, with its engine, in this process."""
     paths = write(tmp_path_factory.mktemp("damaged"), pictures())
-    config = load_config("toy-grpo-cpu", [f"data.train_data_paths={paths}", "data.val_data_paths=[]"])
+    config = load_config(
+        "toy-grpo-cpu", [f"data.train_data_paths={paths}", "data.val_data_paths=[]"]
+    )
     rank = RolloutRank(config, str(toy_folder), "cpu")
     yield rank
     asyncio.run(rank.stop())
@@ -169,7 +207,9 @@ def found(rank):
 
 def test_exactly_the_damaged_rows_are_lost_each_for_its_reason(found):
     kinds = {i: DAMAGE[damage_of(i)] for i in range(N_ROWS) if damage_of(i)}
-    assert {i: row.kind for i, row in found.bad.items()} == {i: k for i, k in kinds.items() if k != TOO_LONG}
+    assert {i: row.kind for i, row in found.bad.items()} == {
+        i: k for i, k in kinds.items() if k != TOO_LONG
+    }
     assert list(found.too_long) == [i for i, k in kinds.items() if k == TOO_LONG]
     assert list(found.kept) == [i for i in range(N_ROWS) if i not in kinds]
     names = [f"first:{i}" for i in range(N_ROWS // 2)] + [f"second:{i}" for i in range(N_ROWS // 2)]
@@ -188,9 +228,13 @@ def test_the_run_stops_with_the_table_of_reasons(found, tmp_path):
     assert table in str(caught.value)
     shown = {line[8:].split("  ")[0]: int(line[:6]) for line in table.splitlines()}
     per_kind = N_ROWS // EVERY
-    assert shown == {kind: n * per_kind for kind, n in Counter(DAMAGE.values()).items() if kind != TOO_LONG}
+    assert shown == {
+        kind: n * per_kind for kind, n in Counter(DAMAGE.values()).items() if kind != TOO_LONG
+    }
     lines = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
-    assert [(x["kind"], x["id"], x["reason"]) for x in lines] == [(b.kind, b.id, b.reason) for b in found.bad.values()]
+    assert [(x["kind"], x["id"], x["reason"]) for x in lines] == [
+        (b.kind, b.id, b.reason) for b in found.bad.values()
+    ]
 
 
 def test_what_is_kept_can_be_answered_and_trained_on(rank, found):
@@ -210,7 +254,11 @@ def answered(rank, tasks):
     """Summaries by row; groups stay in this process."""
 
     async def run():
-        return {summary.id: summary async for finished in rank.generate(tasks) for summary, _ in finished}
+        return {
+            summary.id: summary
+            async for finished in rank.generate(tasks)
+            for summary, _ in finished
+        }
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank.store, "put", lambda group, own_images: (group, 0))
@@ -224,16 +272,20 @@ def test_a_bad_row_that_is_asked_for_all_the_same_is_a_group_with_that_reason(ra
         assert summary.problem_id == rank.datasets["train"].row_id(i)
         row = found.bad.get(i)
         expected = f"{row.kind}: {row.reason}" if row else f"{TOO_LONG}: the prompt has "
-        assert len(summary.errors) == 2 and all(error.startswith(expected) for error in summary.errors)
+        assert len(summary.errors) == 2 and all(
+            error.startswith(expected) for error in summary.errors
+        )
 
 
 def test_too_long_prompts_are_bad_where_they_are_not_filtered(rank, found, monkeypatch):
     monkeypatch.setattr(rank.config.data, "filter_prompt_by_length", False)
-    result, _ = asyncio.run(rank.filter_rows("train", [*list(found.too_long)[:3], *list(found.kept)[:3]]))
+    result, _ = asyncio.run(
+        rank.filter_rows("train", [*list(found.too_long)[:3], *list(found.kept)[:3]])
+    )
     assert list(result.kept) == list(found.kept)[:3] and not result.too_long
-    assert [(row.kind, "data.max_prompt_length is 512" in row.reason) for row in result.bad.values()] == [
-        (TOO_LONG, True)
-    ] * 3
+    assert [
+        (row.kind, "data.max_prompt_length is 512" in row.reason) for row in result.bad.values()
+    ] == [(TOO_LONG, True)] * 3
 
 
 def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
@@ -252,8 +304,12 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
     found, _ = asyncio.run(rank.filter_rows("train", range(6)))
     assert (list(found.kept), found.too_long, found.bad) == (list(range(6)), {}, {})
     (tmp_path / "1.png").unlink()
-    (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:900])  # the header is still whole
-    summaries = list(answered(rank, [Task(f"g{i}", "train", i, (1, 2)) for i in found.kept]).values())
+    (tmp_path / "4.png").write_bytes(
+        (tmp_path / "4.png").read_bytes()[:900]
+    )  # the header is still whole
+    summaries = list(
+        answered(rank, [Task(f"g{i}", "train", i, (1, 2)) for i in found.kept]).values()
+    )
     asyncio.run(rank.stop())
     record = BadRows(tmp_path, 0.3, total)
     record.add_failed("train", summaries, step=1)
@@ -291,6 +347,12 @@ def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
         metrics = run(config, str(toy_folder), placement, tmp_path, RunProgress(), StopRequest())
     assert metrics["data/bad_rows"] == 120 and metrics["rollout/errors"] == 0
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    assert sorted(row for step in ledger for row in step["rows"]) == [i for i in range(n) if not damage_of(i)]
-    kinds = Counter(json.loads(line)["kind"] for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines())
-    assert kinds == Counter(DAMAGE[d] for i in range(n) if (d := damage_of(i)) and DAMAGE[d] != TOO_LONG)
+    assert sorted(row for step in ledger for row in step["rows"]) == [
+        i for i in range(n) if not damage_of(i)
+    ]
+    kinds = Counter(
+        json.loads(line)["kind"] for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()
+    )
+    assert kinds == Counter(
+        DAMAGE[d] for i in range(n) if (d := damage_of(i)) and DAMAGE[d] != TOO_LONG
+    )

@@ -80,7 +80,9 @@ def move(actors, step):
 def of_ranks(actors):
     """The weights that engines must have."""
     gathered = [
-        rank.__ray_call__.remote(lambda self: {n: w.clone() for n, w in self.trainer.weights(torch.bfloat16)})
+        rank.__ray_call__.remote(
+            lambda self: {n: w.clone() for n, w in self.trainer.weights(torch.bfloat16)}
+        )
         for rank in actors.ranks
     ]
     return ray.get(gathered)[0]
@@ -89,7 +91,9 @@ def of_ranks(actors):
 def of_engines(pool):
     return ray.get(
         [
-            worker.__ray_call__.remote(lambda self: {n: p.clone() for n, p in self.engine.model.named_parameters()})
+            worker.__ray_call__.remote(
+                lambda self: {n: p.clone() for n, p in self.engine.model.named_parameters()}
+            )
             for worker in pool.workers
         ]
     )
@@ -98,7 +102,10 @@ def of_engines(pool):
 def assert_equal(actors, pool):
     expected = of_ranks(actors)
     for held in of_engines(pool):
-        assert all(torch.equal(held[name].view(torch.int16), w.view(torch.int16)) for name, w in expected.items())
+        assert all(
+            torch.equal(held[name].view(torch.int16), w.view(torch.int16))
+            for name, w in expected.items()
+        )
 
 
 def kill_worker(pool, number):
@@ -130,8 +137,12 @@ def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weigh
     assert pool.restarts == 2
     assert shares[0] == 1 and max(shares[1:]) < 0.1, "whole once, and then what changed"
     after = of_ranks(actors)
-    assert not any(torch.equal(before[name], after[name]) for name in before if before[name].ndim > 1)
-    assert {worker["version"] for worker in ray.get([version_of(w) for w in pool.workers])} == {SYNCS}
+    assert not any(
+        torch.equal(before[name], after[name]) for name in before if before[name].ndim > 1
+    )
+    assert {worker["version"] for worker in ray.get([version_of(w) for w in pool.workers])} == {
+        SYNCS
+    }
 
 
 def test_syncs_go_on_while_a_replacement_starts_for_longer_than_a_heartbeat_and_then_it_has_their_weights(
@@ -160,7 +171,9 @@ def test_syncs_go_on_while_a_replacement_starts_for_longer_than_a_heartbeat_and_
         step += 1
     wait_for_workers(pool)
     assert_equal(actors, pool)
-    assert pool.restarts == before + 1, "its constructor took three times as long as a heartbeat may"
+    assert pool.restarts == before + 1, (
+        "its constructor took three times as long as a heartbeat may"
+    )
 
 
 def version_of(worker):
@@ -173,8 +186,15 @@ def test_an_engine_of_another_version_refuses_changes(parts):
     offers = [ray.put(offer) for offer in actors.call("sender.offer", version + 7, False)]
     stray = actors.call("sender.offer", version + 8, False)
     assert all(isinstance(offer, Offer) for offer in stray)
-    with pytest.raises(ray.exceptions.RayTaskError, match=f"as changes of version {version + 7}, but the engine has"):
-        ray.get(pool.workers[0].take_weights.remote("delta", [ray.put(offer) for offer in stray], version + 8))
+    with pytest.raises(
+        ray.exceptions.RayTaskError,
+        match=f"as changes of version {version + 7}, but the engine has",
+    ):
+        ray.get(
+            pool.workers[0].take_weights.remote(
+                "delta", [ray.put(offer) for offer in stray], version + 8
+            )
+        )
     assert issubclass(WeightsDiffer, RuntimeError)
     ray.get([worker.take_weights.remote("delta", offers, version + 7) for worker in pool.workers])
     assert_equal(actors, pool)

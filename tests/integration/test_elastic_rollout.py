@@ -109,7 +109,10 @@ def test_workers_join_and_leave_with_their_nodes_in_mid_run(cluster, tmp_path):
 
         (hanging / "hang").touch()
         second = cluster.add_node(num_cpus=2, object_store_memory=STORE)
-        run.until(lambda: len(list(hanging.iterdir())) == 3, "two workers of the new node hang with the weights")
+        run.until(
+            lambda: len(list(hanging.iterdir())) == 3,
+            "two workers of the new node hang with the weights",
+        )
         steps = len(run.workers())
         run.until(lambda: len(run.workers()) >= steps + 5, "steps and syncs go on meanwhile")
         assert run.workers()[-1] == 1 and not run.events("worker_joined")
@@ -126,7 +129,10 @@ def test_workers_join_and_leave_with_their_nodes_in_mid_run(cluster, tmp_path):
         run.until(lambda: len(run.events("worker_left")) == 3, "the last ones leave")
 
         cluster.add_node(num_cpus=1, object_store_memory=STORE)
-        run.until(lambda: len(run.events("worker_joined")) == 3, "the run waits for a worker, and goes on with it")
+        run.until(
+            lambda: len(run.events("worker_joined")) == 3,
+            "the run waits for a worker, and goes on with it",
+        )
         steps = len(run.workers())
         run.until(lambda: len(run.workers()) >= steps + 2, "steps with the new worker")
     finally:
@@ -138,7 +144,11 @@ def test_workers_join_and_leave_with_their_nodes_in_mid_run(cluster, tmp_path):
     rows = [row for row in run.rows("metrics") if "rollout/workers" in row]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:  # whoever sampled had the weights of the step before, and computed with them
-        assert row["rollout/weight_version_min"] == row["rollout/weight_version_max"] == row["step"] - 1
+        assert (
+            row["rollout/weight_version_min"]
+            == row["rollout/weight_version_max"]
+            == row["step"] - 1
+        )
         assert row["actor/rollout_train_abs_diff_max"] <= 2e-4
     trained = [group for row in run.rows("ledger") for group in row["groups"]]
     assert len(trained) == len(set(trained)) == 4 * len(rows)

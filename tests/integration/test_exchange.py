@@ -9,7 +9,15 @@ import ray
 
 from rlinf_vl.config import load_config
 from rlinf_vl.transport.groups import GroupStore, StoredImage, fetch
-from rlinf_vl.types import Group, ImageRef, Request, Sample, SamplingParams, TokenSequence, Trajectory
+from rlinf_vl.types import (
+    Group,
+    ImageRef,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenSequence,
+    Trajectory,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +38,10 @@ class Worker:
             grids = np.ones((len(refs), 3), np.int32)
             request = Request(np.arange(20, dtype=np.int32), refs, grids, SamplingParams(), ())
             sample = Sample(
-                np.full(tokens, g, np.int32), np.ones(tokens, np.float32), np.zeros(tokens, np.int32), "stop"
+                np.full(tokens, g, np.int32),
+                np.ones(tokens, np.float32),
+                np.zeros(tokens, np.int32),
+                "stop",
             )
             sequence = TokenSequence.of_sample(request, sample)
             group = Group(f"g{g}", "p", 20, (Trajectory((sequence,), (), 1.0, {}, "stop"),) * 4)
@@ -52,7 +63,10 @@ def look(references) -> list:
             assert image.data.readonly
             address = np.frombuffer(image.data, np.uint8).ctypes.data
             assert data.setdefault(image.hash, address) == address, "a second copy"
-    return [(g, [i.data[0] for i, _ in group.images], int(group.sequences[3].ids[-1])) for g, group in groups.items()]
+    return [
+        (g, [i.data[0] for i, _ in group.images], int(group.sequences[3].ids[-1]))
+        for g, group in groups.items()
+    ]
 
 
 @pytest.fixture
@@ -95,7 +109,12 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
     before = used_bytes()
     stored = ray.get(worker.put.remote([[1], [1, 2], [2, 1], []]))
     references = {g: reference for g, (reference, _) in enumerate(stored)}
-    assert ray.get(look.remote(references)) == [(0, [1], 0), (1, [1, 2], 1), (2, [2, 1], 2), (3, [], 3)]
+    assert ray.get(look.remote(references)) == [
+        (0, [1], 0),
+        (1, [1, 2], 1),
+        (2, [2, 1], 2),
+        (3, [], 3),
+    ]
     image, group = 30_000, 4 * 20 + 4 * 13 * 50
     sizes = [size for _, size in stored]
     assert [size // image for size in sizes] == [1, 1, 0, 0]
@@ -103,7 +122,10 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
     assert used_bytes() - before <= sum(sizes)
 
     lazily = ray.get(references[1])  # a reader that does not use `fetch` has the images too
-    assert all(isinstance(i, StoredImage) and i.hash == ImageRef.of(bytes(i.data)).hash for i, _ in lazily.images)
+    assert all(
+        isinstance(i, StoredImage) and i.hash == ImageRef.of(bytes(i.data)).hash
+        for i, _ in lazily.images
+    )
     assert ray.get(worker.release.remote(["g0", "g1"])) == 2
     assert ray.get(look.remote({2: references[2]})) == [(2, [2, 1], 2)]
     del lazily, stored, references

@@ -24,7 +24,11 @@ def small_disk(tmp_path):
         subprocess.run(["mount", "-o", f"remount,size={megabytes}m", folder], check=True)
 
     try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], check=True, capture_output=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder],
+            check=True,
+            capture_output=True,
+        )
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no disk can be mounted here: {error.stderr}")
     yield folder, resize
@@ -43,12 +47,16 @@ def save(run_dir, step: int) -> None:
 def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_what_is_needed(small_disk):
     """A checkpoint is 9 MB: the first is too large in the writing, the second fits, for the third there is no room."""
     folder, resize = small_disk
-    with pytest.raises(CheckpointFailed, match=r"step 2.*needs at least.*The last good one is none$"):
+    with pytest.raises(
+        CheckpointFailed, match=r"step 2.*needs at least.*The last good one is none$"
+    ):
         save(folder, 2)
     assert checkpoints(folder) == []
     resize(15)
     save(folder, 4)
-    with pytest.raises(CheckpointFailed, match=r"step 6.*MB are free.*runner\.keep_last.*global_step_4$"):
+    with pytest.raises(
+        CheckpointFailed, match=r"step 6.*MB are free.*runner\.keep_last.*global_step_4$"
+    ):
         save(folder, 6)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["global_step_4"]
     resize(60)

@@ -12,12 +12,22 @@ FSDP = "actor.fsdp_config"
 def measure(reshard: bool, lora: bool) -> dict[str, int]:
     """Bytes that a rank has after the backward of one optimizer step of the tiny model."""
     from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all
-    from rlinf_vl.config.schema import ActorConfig, ActorModelConfig, FsdpConfig, MixedPrecisionConfig
+    from rlinf_vl.config.schema import (
+        ActorConfig,
+        ActorModelConfig,
+        FsdpConfig,
+        MixedPrecisionConfig,
+    )
     from rlinf_vl.preflight.trace import _features, _row
 
     mesh = Mesh.make("cpu")
-    fsdp = FsdpConfig(reshard_after_forward=reshard, mixed_precision=MixedPrecisionConfig("bf16" if lora else "fp32"))
-    trainer = tiny_trainer(mesh, actor=ActorConfig(model=ActorModelConfig(is_lora=lora), fsdp_config=fsdp))
+    fsdp = FsdpConfig(
+        reshard_after_forward=reshard,
+        mixed_precision=MixedPrecisionConfig("bf16" if lora else "fp32"),
+    )
+    trainer = tiny_trainer(
+        mesh, actor=ActorConfig(model=ActorModelConfig(is_lora=lora), fsdp_config=fsdp)
+    )
     policy = trainer.policy
     row = _row(40, 20, torch.arange(1, 20).numpy())
     during = {}
@@ -33,7 +43,9 @@ def measure(reshard: bool, lora: bool) -> dict[str, int]:
     return during | {
         "parameters": sum(local(p) for p in policy.parameters()),
         "gradients": sum(local(p.grad) for p in trained),
-        "optimizer": sum(local(v) for s in trainer.optimizer.state.values() for v in s.values() if v.ndim),
+        "optimizer": sum(
+            local(v) for s in trainer.optimizer.state.values() for v in s.values() if v.ndim
+        ),
     }
 
 
@@ -47,7 +59,9 @@ def unsharded(policy) -> int:
 
     found = 0
     for module in policy.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
         for parameter in group.fsdp_params if group else ():
             kept = parameter.unsharded_accumulated_grad
             if kept is None and hasattr(parameter, "_unsharded_param"):
@@ -76,10 +90,16 @@ def test_a_ranks_bytes_are_the_ledgers(ranks, reshard, lora, processes, tmp_path
             "runner.seq_length=512",
         ],
     )
-    said = ledger(config, Hardware.named(ranks, 80), Model(config, str(tmp_path))).gpus[0].phases["train"]
+    said = (
+        ledger(config, Hardware.named(ranks, 80), Model(config, str(tmp_path)))
+        .gpus[0]
+        .phases["train"]
+    )
     for part in ("parameters", "optimizer"):
         assert found[part] == said[part], part
-    if ranks == 1 or not reshard:  # kept whole through the micro-batches, and more than the shards that they end as
+    if (
+        ranks == 1 or not reshard
+    ):  # kept whole through the micro-batches, and more than the shards that they end as
         assert found["unsharded gradients"] == said["gradients"] >= found["gradients"]
     else:
         assert found["unsharded gradients"] == 0 and found["gradients"] == said["gradients"]

@@ -19,7 +19,11 @@ pytestmark = pytest.mark.integration
 
 def weights_of(learner) -> dict[str, bytes]:
     (offered,) = learner.call("sender.offer", 1, False)
-    found = {name: value.numpy().tobytes() for ref in offered.labels for name, value in unpack(ray.get(ref)).items()}
+    found = {
+        name: value.numpy().tobytes()
+        for ref in offered.labels
+        for name, value in unpack(ray.get(ref)).items()
+    }
     learner.call("sender.release")
     return found
 
@@ -66,7 +70,9 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         learner.start(10)
         learner.call("set_weight_sync", "object_store", 2**20)
         guard = MismatchGuard(config, learner, log)
-        data = SimpleNamespace(sampler=SimpleNamespace(next_rows=lambda n: (0, list(range(n)))), total_steps=10)
+        data = SimpleNamespace(
+            sampler=SimpleNamespace(next_rows=lambda n: (0, list(range(n)))), total_steps=10
+        )
 
         ahead = Ahead(config, pool, data, log, sync=lambda version: {})
 
@@ -94,7 +100,10 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         batch = rollout(2, ahead, config, pool, learner, guard, log)
         assert asked == [[f"train-2-{k}" for k in range(6)]] * 2, "all were lost, and sampled again"
         assert log.count("groups_lost") == 1
-        assert learner.update(2, batch.plan.minibatches, batch.plan.advantages)[0]["actor/grad_norm"] > 0
+        assert (
+            learner.update(2, batch.plan.minibatches, batch.plan.advantages)[0]["actor/grad_norm"]
+            > 0
+        )
         assert weights_of(learner) != before
         pool.stop()
         learner.stop()

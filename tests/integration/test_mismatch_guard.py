@@ -57,10 +57,15 @@ def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         parts.append({"type": "text", "text": "area?"})
         ids, grids = Renderer(processor).prompt([{"role": "user", "content": parts}], images)
-        requests.append(Request(ids, images, grids, SamplingParams(max_new_tokens=12), (k, k + 100)))
+        requests.append(
+            Request(ids, images, grids, SamplingParams(max_new_tokens=12), (k, k + 100))
+        )
     completions = engine.generate(requests)
     engine.close()
-    return [answered(r, c.samples, str(k)) for k, (r, c) in enumerate(zip(requests, completions, strict=True))]
+    return [
+        answered(r, c.samples, str(k))
+        for k, (r, c) in enumerate(zip(requests, completions, strict=True))
+    ]
 
 
 def verdict(trainer, groups):
@@ -75,7 +80,9 @@ def verdict(trainer, groups):
 
 def test_a_sound_engine_passes_and_its_images_matter(trainer, toy_folder):
     metrics = verdict(trainer, sampled_groups(toy_folder))
-    assert metrics.keys() == {f"mismatch/{k}" for k in ("no_image", "one_image", "more_images", "blank_images")}
+    assert metrics.keys() == {
+        f"mismatch/{k}" for k in ("no_image", "one_image", "more_images", "blank_images")
+    }
     assert max(metrics[f"mismatch/{k}"] for k in ("no_image", "one_image", "more_images")) < 2e-5
     assert metrics["mismatch/blank_images"] > 5e-3
 

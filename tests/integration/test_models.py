@@ -72,7 +72,9 @@ def sizes_of(name: str) -> dict[str, dict]:
     text, vision = MEMBERS[name]
     return {
         "text": {key: TEXT_SIZES[key] for key in TEXT_SIZES.keys() & (TEXT | text)},
-        "vision": {key: VISION_SIZES[key] for key in VISION_SIZES.keys() & (VISION | (vision or {}))},
+        "vision": {
+            key: VISION_SIZES[key] for key in VISION_SIZES.keys() & (VISION | (vision or {}))
+        },
     }
 
 
@@ -100,19 +102,34 @@ def one_at_a_time(name: str, tree: bool, adapters: bool):
         groups = groups_of(f"{kind_of(name)} turns sequences")[1:3]
     else:  # images of one window and of several, several in one prompt, and none
         rng, images = np.random.default_rng(0), bool(FAMILIES[name].vision_tower)
-        shapes = {"a": ([(2, 3)], [5, 1, 9]), "b": ([], [4, 6]), "c": ([(1, 1), (5, 3), (3, 4)], [7, 3])}
-        groups = [group(rng, shown if images else [], lengths, g) for g, (shown, lengths) in shapes.items()]
-    members = [Member(g, i, [0.0] * len(t.turns)) for g in groups for i, t in enumerate(g.trajectories)]
+        shapes = {
+            "a": ([(2, 3)], [5, 1, 9]),
+            "b": ([], [4, 6]),
+            "c": ([(1, 1), (5, 3), (3, 4)], [7, 3]),
+        }
+        groups = [
+            group(rng, shown if images else [], lengths, g)
+            for g, (shown, lengths) in shapes.items()
+        ]
+    members = [
+        Member(g, i, [0.0] * len(t.turns)) for g in groups for i, t in enumerate(g.trajectories)
+    ]
     model = with_values(peft_model(name, LORA, **sizes_of(name))) if adapters else member(name)
     logprobs = torch.cat([transformers_logprobs(model.train(), m.group, m.index) for m in members])
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
     return members, logprobs.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
-def differences(name: str, *, tree: bool = False, share: bool = True, adapters: bool = False) -> tuple[float, float]:
+def differences(
+    name: str, *, tree: bool = False, share: bool = True, adapters: bool = False
+) -> tuple[float, float]:
     """Of one packed row, in logprobs and in gradients."""
     members, expected, gradients = one_at_a_time(name, tree, adapters)
-    policy = adapted(name, LORA, **sizes_of(name)) if adapters else tiny_policy(model_type=name, **sizes_of(name))
+    policy = (
+        adapted(name, LORA, **sizes_of(name))
+        if adapters
+        else tiny_policy(model_type=name, **sizes_of(name))
+    )
     collator = Collator(policy.family, IMAGE_ID, MERGE, pixels, PAD, None, share)
     logprobs, _ = policy.train()(collator(members, run_vision=True))
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
@@ -146,7 +163,9 @@ def test_tree(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lora(name):
-    keep(name, "lora", *differences(name, adapters=True), limit=3e-5)  # the adapters of this test are large
+    keep(
+        name, "lora", *differences(name, adapters=True), limit=3e-5
+    )  # the adapters of this test are large
 
 
 # --- a training step --------------------------------------------------------------------------------------------------
@@ -165,7 +184,14 @@ def step(processes):
 
 
 def layout(name: str, ranks: int, tower: bool) -> Layout:
-    return Layout(family=name, sizes=sizes_of(name), ranks=ranks, train_tower=tower, budget=90, checkpointing=True)
+    return Layout(
+        family=name,
+        sizes=sizes_of(name),
+        ranks=ranks,
+        train_tower=tower,
+        budget=90,
+        checkpointing=True,
+    )
 
 
 def step_difference(one, other) -> float:
@@ -183,12 +209,22 @@ def test_ranks(name, step):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_trained(name, step):
-    keep(name, "trained", step_difference(step(name, 2, True), plain_reference(layout(name, 2, True), kind_of(name))))
+    keep(
+        name,
+        "trained",
+        step_difference(step(name, 2, True), plain_reference(layout(name, 2, True), kind_of(name))),
+    )
 
 
 @pytest.mark.parametrize("name", WITH_TOWER)
 def test_frozen(name, step):
-    keep(name, "frozen", step_difference(step(name, 2, False), plain_reference(layout(name, 2, False), kind_of(name))))
+    keep(
+        name,
+        "frozen",
+        step_difference(
+            step(name, 2, False), plain_reference(layout(name, 2, False), kind_of(name))
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -204,7 +240,9 @@ def test_two_optimizer_steps(name, processes):
     one, plain = ours(1), plain_reference(two, kind_of(name))
     moved = 0.0
     if FAMILIES[name].decode_state(tiny_config(name)).row_shapes:
-        moved = max(step_difference(plain_reference(two, kind_of(name), nudge), plain) for nudge in range(3))
+        moved = max(
+            step_difference(plain_reference(two, kind_of(name), nudge), plain) for nudge in range(3)
+        )
     assert step_difference(ours(2), one) <= 1e-5
     assert step_difference(one, plain) <= max(1e-5, 4 * moved)
 
@@ -216,7 +254,9 @@ def test_two_optimizer_steps(name, processes):
 def test_torch_engine(name):
     rng, policy = np.random.default_rng(1), tiny_policy(model_type=name, **sizes_of(name))
     shapes = [[(2, 3)], [], [(4, 3), (1, 2)]] if policy.family.vision_tower else [[], [], []]
-    requests = [tiny_request(rng, shown, SamplingParams(max_new_tokens=12), (1, 2, 3)) for shown in shapes]
+    requests = [
+        tiny_request(rng, shown, SamplingParams(max_new_tokens=12), (1, 2, 3)) for shown in shapes
+    ]
     engine = TorchEngine(
         policy.model, policy.family, banned=banned(), pixels=pixels, image_token_id=IMAGE_ID, merge_size=MERGE,
         max_running=64,

@@ -25,7 +25,9 @@ class Poison(SingleTurn):
 """
 
 
-def test_a_row_that_kills_its_workers_is_quarantined_and_the_others_are_answered(toy_folder, tmp_path):
+def test_a_row_that_kills_its_workers_is_quarantined_and_the_others_are_answered(
+    toy_folder, tmp_path
+):
     from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
@@ -48,4 +50,7 @@ def test_a_row_that_kills_its_workers_is_quarantined_and_the_others_are_answered
     assert restarts == 2
     for found in (summaries, again):
         assert [any(summary.errors) for summary in found] == [False, False, True, False]
-        assert all(error.startswith("quarantined: 2 workers died while they answered it") for error in found[2].errors)
+        assert all(
+            error.startswith("quarantined: 2 workers died while they answered it")
+            for error in found[2].errors
+        )

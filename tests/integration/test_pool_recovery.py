@@ -42,7 +42,10 @@ def pool(toy_folder):
 @pytest.fixture
 def buckets(toy_folder):
     model = load_model(toy_folder, family_of("qwen3_vl"), torch.float32)
-    return [ray.put(bucket) for bucket in pack((name, p.detach() * 1.1) for name, p in model.named_parameters())]
+    return [
+        ray.put(bucket)
+        for bucket in pack((name, p.detach() * 1.1) for name, p in model.named_parameters())
+    ]
 
 
 def tasks(n: int, prefix: str = "g") -> list[Task]:
@@ -84,7 +87,9 @@ def test_rows_that_share_an_image_go_to_one_worker(pool, monkeypatch):
     submission, slots = pool.submit(tasks(12)), pool._supervisor.slots
     while not all(submission in slot.sent_tasks for slot in slots):
         time.sleep(0.001)
-    sent = {slot.number: {task.row for task in slot.sent_tasks[submission].values()} for slot in slots}
+    sent = {
+        slot.number: {task.row for task in slot.sent_tasks[submission].values()} for slot in slots
+    }
     submission.results()
     assert sorted(map(len, sent.values())) == [6, 6]
     assert any({0, 4, 6} <= part and {1, 5, 7} <= part for part in sent.values())
@@ -100,16 +105,26 @@ def test_a_worker_that_dies_in_a_weight_sync_is_replaced_and_so_is_its_replaceme
         return Snapshot(40, buckets)
 
     os.kill(pid_of(pool, 1), signal.SIGKILL)
-    settled = pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], 40, snapshot))
-    assert len(settled) == 2 and None in settled and not replacements, "the sync has not waited for the replacement"
+    settled = pool.settle(
+        pool.take_weights("object_store", [ray.put(Offer(buckets))], 40, snapshot)
+    )
+    assert len(settled) == 2 and None in settled and not replacements, (
+        "the sync has not waited for the replacement"
+    )
     assert {summary.min_version for summary, _ in pool.submit(tasks(6)).results()} == {40}
     assert (pool.restarts, len(replacements)) == (before + 2, 2)
 
 
-def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanwhile_loses_none(pool, buckets):
+def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanwhile_loses_none(
+    pool, buckets
+):
     """Its groups are sampled again, by the new weights alone; those of the other one go on, and so have tokens of both versions."""
     before, first = pool.restarts, 50
-    pool.settle(pool.take_weights("object_store", [ray.put(Offer(buckets))], first, lambda: Snapshot(first, buckets)))
+    pool.settle(
+        pool.take_weights(
+            "object_store", [ray.put(Offer(buckets))], first, lambda: Snapshot(first, buckets)
+        )
+    )
     submission, slots = pool.submit(tasks(40)), pool._supervisor.slots
     while not all(slot.streams for slot in slots):
         time.sleep(0.001)
@@ -126,10 +141,16 @@ def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanw
     for (summary, _), group in zip(results, groups, strict=True):
         for sequence in group.sequences:
             versions = sequence.versions[sequence.loss_mask]
-            assert set(versions.tolist()) <= {first, first + 1} and (versions[1:] >= versions[:-1]).all()
+            assert (
+                set(versions.tolist()) <= {first, first + 1}
+                and (versions[1:] >= versions[:-1]).all()
+            )
             assert (sequence.versions[~sequence.loss_mask] == -1).all()
         seen = [s.versions[s.loss_mask] for s in group.sequences]
-        assert (summary.min_version, summary.max_version) == (min(map(min, seen)), max(map(max, seen)))
+        assert (summary.min_version, summary.max_version) == (
+            min(map(min, seen)),
+            max(map(max, seen)),
+        )
         mixed += summary.min_version < summary.max_version
     assert mixed, "the weights came when nothing was under way"
     pool.release([summary for summary, _ in results])
@@ -144,7 +165,9 @@ def test_workers_that_die_asleep_are_replaced_and_none_stays_asleep(pool):
     os.kill(pid_of(pool, 0), signal.SIGKILL)
     pool.release_memory(("weights", "kv_cache"))
     assert pool.restarts == before + 1
-    with pytest.raises(ray.exceptions.RayTaskError, match="asked to generate while its memory is released"):
+    with pytest.raises(
+        ray.exceptions.RayTaskError, match="asked to generate while its memory is released"
+    ):
         pool.submit(tasks(4)).results()
     os.kill(pid_of(pool, 1), signal.SIGKILL)
     pool.restore_memory(("weights",))

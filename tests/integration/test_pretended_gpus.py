@@ -16,7 +16,9 @@ GIB = 2**30
 
 @pytest.fixture(scope="module", autouse=True)
 def eight_gpus():
-    ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, logging_level="error")
+    ray.init(
+        address="local", num_cpus=16, num_gpus=8, include_dashboard=False, logging_level="error"
+    )
     yield
     ray.shutdown()
 
@@ -34,7 +36,11 @@ def test_auto_is_what_the_ledger_leaves(monkeypatch):
     size = int(79.1 * GIB)
     config = settled(monkeypatch, size)
     fresh = parse_config(FLAGSHIP)
-    assert config.rollout.gpu_memory_utilization == ledger(fresh, Hardware(8, size), Model(fresh)).share > 0.8
+    assert (
+        config.rollout.gpu_memory_utilization
+        == ledger(fresh, Hardware(8, size), Model(fresh)).share
+        > 0.8
+    )
     split = settled(monkeypatch, size, "cluster.component_placement={actor: 0-5, rollout: 6-7}")
     assert split.rollout.gpu_memory_utilization == 0.85
 

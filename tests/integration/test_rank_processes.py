@@ -27,7 +27,10 @@ def die_on(rank: int) -> float:
 
 @pytest.mark.parametrize(
     "function, rank, message",
-    [(fail_on, 0, "rank 0 cannot"), (die_on, 1, r"(?s)rank 0:.*|died without a word: rank 1 \(3\)")],
+    [
+        (fail_on, 0, "rank 0 cannot"),
+        (die_on, 1, r"(?s)rank 0:.*|died without a word: rank 1 \(3\)"),
+    ],
 )
 def test_next_ranks_are_new(processes, function, rank, message):
     assert processes.run(2, add_ranks) == [1, 1]

@@ -62,7 +62,9 @@ def configured(tmp_path, bucket, *overrides):
 
 def opened(config, tmp_path, checkpoint=None):
     told: list[str] = []
-    return open_folder(config, tmp_path / "run", checkpoint, lambda step, kind, message: told.append(message)), told
+    return open_folder(
+        config, tmp_path / "run", checkpoint, lambda step, kind, message: told.append(message)
+    ), told
 
 
 def test_ranks_write_and_read_a_store(bucket, processes, tmp_path):
@@ -91,9 +93,14 @@ def test_a_runs_checkpoints_lie_in_a_store_and_the_run_elsewhere(bucket, tmp_pat
     assert find_checkpoint(home, "auto") is None
     for step in (2, 4, 6):
         accuracies = {2: 0.5, 4: 0.25}
-        save_checkpoint(home, step, write, {"step": step}, keep_last=1, keep_best=1, accuracies=accuracies)
+        save_checkpoint(
+            home, step, write, {"step": step}, keep_last=1, keep_best=1, accuracies=accuracies
+        )
     assert [step for step, _ in checkpoints(home)] == [2, 6]
-    assert sorted(path.name for path in (home / "checkpoints").iterdir()) == ["global_step_2", "global_step_6"]
+    assert sorted(path.name for path in (home / "checkpoints").iterdir()) == [
+        "global_step_2",
+        "global_step_6",
+    ]
     assert not (tmp_path / "run/checkpoints").exists()
     newest = find_checkpoint(home, "auto")
     assert load_state(newest) == {"step": 6}
@@ -113,7 +120,9 @@ def test_damage_in_a_store_is_refused_and_going_back_sets_the_branch_aside(bucke
     config = configured(tmp_path, bucket)
     opened(config, tmp_path)
     home = checkpoint_home(config, tmp_path / "run")
-    first, second = (save_checkpoint(home, step, write, {"step": step}, keep_last=-1) for step in (1, 2))
+    first, second = (
+        save_checkpoint(home, step, write, {"step": step}, keep_last=-1) for step in (1, 2)
+    )
     (second / "actor/weights").write_text("v")
     with pytest.raises(ConfigError, match=f"global_step_2 is damaged .*runner.resume_dir={first}$"):
         find_checkpoint(home, "auto")
@@ -134,12 +143,18 @@ def test_what_a_killed_writer_left_in_a_store_is_no_checkpoint_and_goes(bucket, 
 
 def test_a_store_that_fails_fails_the_checkpoint_and_refuses_a_resume(bucket, tmp_path):
     home = folder_at("s3://no-such-bucket/run")
-    with pytest.raises(CheckpointFailed, match="s3://no-such-bucket/run/checkpoints: .*The last good one is none"):
+    with pytest.raises(
+        CheckpointFailed, match="s3://no-such-bucket/run/checkpoints: .*The last good one is none"
+    ):
         save_checkpoint(home, 1, write, {"step": 1}, keep_last=1)
-    with pytest.raises(ConfigError, match="runner.resume_dir: 's3://runs/nothing' is not a complete checkpoint"):
+    with pytest.raises(
+        ConfigError, match="runner.resume_dir: 's3://runs/nothing' is not a complete checkpoint"
+    ):
         find_checkpoint(home, "s3://runs/nothing")
     for url, said in {"nix://a/b": "nix", "gs://a/b": "gcsfs"}.items():
         with pytest.raises(ConfigError, match=f"runner.checkpoint_dir: '{url}'.*{said}"):
             load_config("toy-grpo-cpu", [f"runner.checkpoint_dir={url}"], RULES)
-    with pytest.raises(ConfigError, match="runner.checkpoint_dir: s3://no-such-bucket/run can't be read.* bucket"):
+    with pytest.raises(
+        ConfigError, match="runner.checkpoint_dir: s3://no-such-bucket/run can't be read.* bucket"
+    ):
         recover_checkpoints(home)

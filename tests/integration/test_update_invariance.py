@@ -39,7 +39,9 @@ def assert_same(ours, theirs):
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert set(weights) == set(expected)
     for name, value in weights.items():
-        np.testing.assert_allclose(value, expected[name], atol=1e-5 * LR * max(1.0, norm), rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            value, expected[name], atol=1e-5 * LR * max(1.0, norm), rtol=1e-6, err_msg=name
+        )
 
 
 def seen(context: int, shard: int):
@@ -58,8 +60,12 @@ def seen(context: int, shard: int):
 
 def test_the_mesh_says_which_share_a_rank_trains_on(processes):
     found = processes.run(4, seen, 2, 2)
-    assert [data_rank for data_rank, *_ in found] == [0, 0, 1, 1], "ranks that share trajectories have one number"
-    assert {tuple(layout) for _, *layout in found} == {(4, ("data", "context"), ("replicate", "shard"), (2, 2))}
+    assert [data_rank for data_rank, *_ in found] == [0, 0, 1, 1], (
+        "ranks that share trajectories have one number"
+    )
+    assert {tuple(layout) for _, *layout in found} == {
+        (4, ("data", "context"), ("replicate", "shard"), (2, 2))
+    }
     assert [data_rank for data_rank, *_ in processes.run(4, seen, 1, 4)] == [0, 1, 2, 3]
 
 
@@ -93,36 +99,70 @@ def references():
         pytest.param(replace(BASE, size=1), id="one trajectory a row"),
         pytest.param(replace(BASE, ranks=2, budget=120, pad=True), id="padded rows"),
         pytest.param(replace(BASE, ranks=2, budget=120, checkpointing=True), id="checkpointing"),
-        pytest.param(replace(BASE, checkpointing=True, reentrant=True), id="reentrant checkpointing"),
-        pytest.param(replace(BASE, minibatches=2), id="2 mini-batches"),
-        pytest.param(replace(BASE, ranks=2, minibatches=2, budget=90), id="2 mini-batches on 2 ranks"),
-        pytest.param(replace(BASE, ranks=2, minibatches=2, budget=90, checkpointing=True), id="all at once"),
-        pytest.param(replace(BASE, minibatches=2, old_logprobs="true"), id="a pass for all old logprobs"),
-        pytest.param(replace(BASE, old_logprobs="true"), id="a pass that one step does not need"),
-        pytest.param(replace(BASE, ranks=2, budget=80, minibatches=2, reshard=False), id="weights kept gathered"),
-        pytest.param(replace(BASE, ranks=2, budget=80, minibatches=2, one_unit=True), id="one FSDP unit"),
-        pytest.param(replace(BASE, ranks=3, train_tower=False, one_unit=True), id="one FSDP unit, frozen tower"),
         pytest.param(
-            replace(BASE, ranks=4, budget=80, minibatches=2, shard=2), id="2 copies of the weights on 4 ranks"
+            replace(BASE, checkpointing=True, reentrant=True), id="reentrant checkpointing"
         ),
-        pytest.param(replace(BASE, ranks=2, shard=1, reshard=False), id="a copy of the weights on each of 2 ranks"),
+        pytest.param(replace(BASE, minibatches=2), id="2 mini-batches"),
+        pytest.param(
+            replace(BASE, ranks=2, minibatches=2, budget=90), id="2 mini-batches on 2 ranks"
+        ),
+        pytest.param(
+            replace(BASE, ranks=2, minibatches=2, budget=90, checkpointing=True), id="all at once"
+        ),
+        pytest.param(
+            replace(BASE, minibatches=2, old_logprobs="true"), id="a pass for all old logprobs"
+        ),
+        pytest.param(replace(BASE, old_logprobs="true"), id="a pass that one step does not need"),
+        pytest.param(
+            replace(BASE, ranks=2, budget=80, minibatches=2, reshard=False),
+            id="weights kept gathered",
+        ),
+        pytest.param(
+            replace(BASE, ranks=2, budget=80, minibatches=2, one_unit=True), id="one FSDP unit"
+        ),
+        pytest.param(
+            replace(BASE, ranks=3, train_tower=False, one_unit=True),
+            id="one FSDP unit, frozen tower",
+        ),
+        pytest.param(
+            replace(BASE, ranks=4, budget=80, minibatches=2, shard=2),
+            id="2 copies of the weights on 4 ranks",
+        ),
+        pytest.param(
+            replace(BASE, ranks=2, shard=1, reshard=False),
+            id="a copy of the weights on each of 2 ranks",
+        ),
         pytest.param(replace(BASE, share=False), id="repeated prompts"),
-        pytest.param(replace(BASE, ranks=2, budget=90, share=False), id="repeated prompts on 2 ranks"),
+        pytest.param(
+            replace(BASE, ranks=2, budget=90, share=False), id="repeated prompts on 2 ranks"
+        ),
         pytest.param(replace(BASE, budget=60), id="groups split over micro-batches"),
         pytest.param(
-            replace(BASE, ranks=2, train_tower=False, budget=80, kl_beta=0.1), id="features, split, reference"
+            replace(BASE, ranks=2, train_tower=False, budget=80, kl_beta=0.1),
+            id="features, split, reference",
         ),
-        pytest.param(replace(BASE, ranks=2, train_tower=False, cache=False), id="frozen tower without its cache"),
+        pytest.param(
+            replace(BASE, ranks=2, train_tower=False, cache=False),
+            id="frozen tower without its cache",
+        ),
         pytest.param(replace(BASE, ranks=2, train_tower=False), id="frozen tower"),
         pytest.param(replace(BASE, ranks=2, kl_beta=0.1), id="reference KL"),
-        pytest.param(replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-mean"), id="sequence means"),
-        pytest.param(replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum"), id="sequence sums"),
         pytest.param(
-            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum-norm"), id="sequence sums over a length"
+            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-mean"),
+            id="sequence means",
+        ),
+        pytest.param(
+            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum"), id="sequence sums"
+        ),
+        pytest.param(
+            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum-norm"),
+            id="sequence sums over a length",
         ),
         pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="cispo"), id="CISPO"),
         pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="sapo"), id="SAPO"),
-        pytest.param(replace(BASE, ranks=2, budget=90, adv="reinforce_plus_plus"), id="REINFORCE++"),
+        pytest.param(
+            replace(BASE, ranks=2, budget=90, adv="reinforce_plus_plus"), id="REINFORCE++"
+        ),
     ],
 )
 def test_layout_does_not_change_the_step(layout, run_shared, references):
@@ -130,7 +170,9 @@ def test_layout_does_not_change_the_step(layout, run_shared, references):
 
 
 @pytest.mark.parametrize("adv", ["grpo", "reinforce_plus_plus"])
-@pytest.mark.parametrize("layout", [replace(BASE, minibatches=2), replace(BASE, ranks=2, budget=90, minibatches=2)])
+@pytest.mark.parametrize(
+    "layout", [replace(BASE, minibatches=2), replace(BASE, ranks=2, budget=90, minibatches=2)]
+)
 @pytest.mark.parametrize("kind", ["turns, sequences", "errors"])
 def test_kl_in_the_reward_is_that_of_all_ranks(kind, layout, adv, run, references):
     layout = replace(layout, adv=adv, placement="reward", kl_beta=0.3, train_tower=False)
@@ -142,7 +184,8 @@ def test_a_frozen_tower_that_never_runs_has_no_gradients_to_keep(lora, run):
     """Of text alone: FSDP2 looks for gradients, to keep them in `reduce_dtype` until the last micro-batch."""
     for one_unit in (False, True):
         metrics, *_ = run(
-            replace(BASE, dtype="bf16", train_tower=False, lora=lora, budget=80, one_unit=one_unit), "text"
+            replace(BASE, dtype="bf16", train_tower=False, lora=lora, budget=80, one_unit=one_unit),
+            "text",
         )
         assert metrics["actor/grad_norm"] > 0
 
@@ -155,20 +198,36 @@ PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
     [
         pytest.param(replace(BASE, papo=PAPO), "mixed", id="PAPO"),
         pytest.param(
-            replace(BASE, papo=PAPO, ranks=2, budget=80, minibatches=2, share=False), "mixed", id="PAPO, split"
+            replace(BASE, papo=PAPO, ranks=2, budget=80, minibatches=2, share=False),
+            "mixed",
+            id="PAPO, split",
         ),
         pytest.param(
-            replace(BASE, papo=PAPO, ranks=2, checkpointing=True, reshard=False), "gaps", id="PAPO, kept gathered"
+            replace(BASE, papo=PAPO, ranks=2, checkpointing=True, reshard=False),
+            "gaps",
+            id="PAPO, kept gathered",
         ),
         pytest.param(
-            replace(BASE, papo=(0.05, 0.0), ranks=2, train_tower=False, budget=80), "mixed", id="PAPO without entropy"
+            replace(BASE, papo=(0.05, 0.0), ranks=2, train_tower=False, budget=80),
+            "mixed",
+            id="PAPO without entropy",
         ),
         pytest.param(replace(BASE, teacher=TEACHER), "mixed", id="teacher"),
-        pytest.param(replace(BASE, teacher=TEACHER, ranks=2, budget=80, minibatches=2), "turns", id="teacher, split"),
         pytest.param(
-            replace(BASE, teacher=(1.0, 0.0, 5), ranks=2, budget=80, train_tower=False), "mixed", id="teacher's top 5"
+            replace(BASE, teacher=TEACHER, ranks=2, budget=80, minibatches=2),
+            "turns",
+            id="teacher, split",
         ),
-        pytest.param(replace(BASE, teacher=(1.0, 1.0, 999), checkpointing=True), "mixed", id="all of the teacher's"),
+        pytest.param(
+            replace(BASE, teacher=(1.0, 0.0, 5), ranks=2, budget=80, train_tower=False),
+            "mixed",
+            id="teacher's top 5",
+        ),
+        pytest.param(
+            replace(BASE, teacher=(1.0, 1.0, 999), checkpointing=True),
+            "mixed",
+            id="all of the teacher's",
+        ),
         pytest.param(
             replace(BASE, teacher=TEACHER, papo=PAPO, kl_beta=0.1, ranks=2, budget=90),
             "one image",
@@ -176,7 +235,9 @@ PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
         ),
         pytest.param(replace(BASE, ranks=2, budget=80), "corrupted", id="corrupted images"),
         pytest.param(
-            replace(BASE, tis_level="sequence", minibatches=2), "corrupted", id="corrupted images, by sequence"
+            replace(BASE, tis_level="sequence", minibatches=2),
+            "corrupted",
+            id="corrupted images, by sequence",
         ),
     ],
 )
@@ -191,12 +252,22 @@ LORA = replace(BASE, lora="language", kl_beta=0.1)
     "layout",
     [
         pytest.param(LORA, id="one row"),
-        pytest.param(replace(LORA, ranks=2, budget=90, minibatches=2, checkpointing=True), id="2 ranks, split"),
-        pytest.param(replace(LORA, ranks=4, budget=80, shard=2, lora="all-linear"), id="2 copies on 4 ranks"),
-        pytest.param(replace(LORA, lora="all-linear", checkpointing=True, reshard=False), id="tower"),
+        pytest.param(
+            replace(LORA, ranks=2, budget=90, minibatches=2, checkpointing=True),
+            id="2 ranks, split",
+        ),
+        pytest.param(
+            replace(LORA, ranks=4, budget=80, shard=2, lora="all-linear"), id="2 copies on 4 ranks"
+        ),
+        pytest.param(
+            replace(LORA, lora="all-linear", checkpointing=True, reshard=False), id="tower"
+        ),
         *(
             pytest.param(
-                replace(LORA, family=family, ranks=2, budget=90, checkpointing=True, lora="all-linear"), id=family
+                replace(
+                    LORA, family=family, ranks=2, budget=90, checkpointing=True, lora="all-linear"
+                ),
+                id=family,
             )
             for family in FAMILIES
             if MEMBERS[family][1]
@@ -211,7 +282,10 @@ def test_adapters_train_alike_and_the_reference_is_the_model_without_them(layout
     "layout",
     [
         pytest.param(replace(LORA, quantization="nf4"), id="one row"),
-        pytest.param(replace(LORA, quantization="nf4", ranks=2, budget=90, checkpointing=True), id="2 ranks, split"),
+        pytest.param(
+            replace(LORA, quantization="nf4", ranks=2, budget=90, checkpointing=True),
+            id="2 ranks, split",
+        ),
     ],
 )
 def test_adapters_on_nf4_weights_train_alike(layout, run, references):
@@ -228,18 +302,26 @@ BALANCED = replace(MIXTURE, replay=False, balance=0.3)
     [
         pytest.param(replace(MIXTURE, kl_beta=0.1), id="replay, a reference that routes itself"),
         pytest.param(
-            replace(MIXTURE, ranks=2, budget=80, minibatches=2, checkpointing=True), id="replay, split, 2 mini-batches"
+            replace(MIXTURE, ranks=2, budget=80, minibatches=2, checkpointing=True),
+            id="replay, split, 2 mini-batches",
         ),
-        pytest.param(replace(MIXTURE, budget=90, checkpointing=True, reentrant=True), id="replay, reentrant"),
+        pytest.param(
+            replace(MIXTURE, budget=90, checkpointing=True, reentrant=True), id="replay, reentrant"
+        ),
         pytest.param(replace(LORA, family="qwen3_vl_moe", replay=True), id="replay, adapters"),
         pytest.param(BALANCED, id="balance"),
-        pytest.param(replace(BALANCED, ranks=2, budget=80, minibatches=2, checkpointing=True), id="balance, split"),
+        pytest.param(
+            replace(BALANCED, ranks=2, budget=80, minibatches=2, checkpointing=True),
+            id="balance, split",
+        ),
         pytest.param(replace(BALANCED, share=False, size=1), id="balance, repeated prompts"),
         pytest.param(
             replace(BALANCED, ranks=2, budget=120, pad=True, checkpointing=True, reentrant=True),
             id="balance, padded, reentrant",
         ),
-        pytest.param(replace(BALANCED, family="qwen3_5_moe", ranks=2, replay=True), id="both, delta nets"),
+        pytest.param(
+            replace(BALANCED, family="qwen3_5_moe", ranks=2, replay=True), id="both, delta nets"
+        ),
     ],
 )
 def test_mixtures_of_experts_train_as_the_formulas_say(layout, run_shared, references):
@@ -249,7 +331,12 @@ def test_mixtures_of_experts_train_as_the_formulas_say(layout, run_shared, refer
     assert 1 < metrics["actor/expert_load"] <= 4  # of 8 experts, 2 a token
     assert ("actor/router_aux_loss" in metrics) == (layout.balance > 0)
     if layout.replay:  # random experts agree with a router's one time in 28
-        assert 0.9 < metrics["actor/routing_disagreement"] <= metrics["actor/routing_disagreement_tokens"] <= 1
+        assert (
+            0.9
+            < metrics["actor/routing_disagreement"]
+            <= metrics["actor/routing_disagreement_tokens"]
+            <= 1
+        )
 
 
 @pytest.mark.parametrize("kind", ["text", "one image"])
@@ -263,14 +350,20 @@ def test_a_rank_without_images_neither_hangs_nor_differs(kind, train_tower, run,
     "layout",
     [
         pytest.param(replace(BASE, tis_level="sequence"), id="sequence weights"),
-        pytest.param(replace(BASE, ranks=2, budget=80, tis_level="sequence"), id="sequence weights, split"),
-        pytest.param(replace(BASE, ranks=2, budget=80, tis_level="geometric"), id="geometric weights"),
-        pytest.param(replace(BASE, tis_clip=None), id="no weights"),
         pytest.param(
-            replace(BASE, ranks=2, budget=80, tis_clip=None, old_logprobs="false"), id="the engine's logprobs"
+            replace(BASE, ranks=2, budget=80, tis_level="sequence"), id="sequence weights, split"
         ),
         pytest.param(
-            replace(BASE, ranks=2, minibatches=2, tis_clip=None, old_logprobs="false"), id="the same, 2 steps"
+            replace(BASE, ranks=2, budget=80, tis_level="geometric"), id="geometric weights"
+        ),
+        pytest.param(replace(BASE, tis_clip=None), id="no weights"),
+        pytest.param(
+            replace(BASE, ranks=2, budget=80, tis_clip=None, old_logprobs="false"),
+            id="the engine's logprobs",
+        ),
+        pytest.param(
+            replace(BASE, ranks=2, minibatches=2, tis_clip=None, old_logprobs="false"),
+            id="the same, 2 steps",
         ),
     ],
 )
@@ -307,7 +400,9 @@ SPLIT = replace(BASE, ranks=2, budget=90, kl_beta=0.1)
         ),
     ],
 )  # fmt: skip
-def test_rejection_and_old_policies_enter_the_step_as_the_formulas_say(layout, kind, run, references):
+def test_rejection_and_old_policies_enter_the_step_as_the_formulas_say(
+    layout, kind, run, references
+):
     metrics, *_ = trained = run(layout, kind)
     assert_same(trained, references(layout, kind))
     assert layout.rejection[0] is None or 0.1 < metrics["actor/rejected_tokens"] < 0.9
@@ -318,11 +413,18 @@ def test_rejection_and_old_policies_enter_the_step_as_the_formulas_say(layout, k
     "layout",
     [
         pytest.param(replace(BASE, aggregation="seq-mean-token-mean"), id="one row"),
-        pytest.param(replace(BASE, ranks=2, budget=80, tis_level="geometric"), id="geometric weights on 2 ranks"),
         pytest.param(
-            replace(BASE, ranks=2, budget=90, share=False, minibatches=2), id="repeated prompts, 2 mini-batches"
+            replace(BASE, ranks=2, budget=80, tis_level="geometric"),
+            id="geometric weights on 2 ranks",
         ),
-        pytest.param(replace(BASE, ranks=2, train_tower=False, aggregation="seq-mean-token-sum"), id="frozen tower"),
+        pytest.param(
+            replace(BASE, ranks=2, budget=90, share=False, minibatches=2),
+            id="repeated prompts, 2 mini-batches",
+        ),
+        pytest.param(
+            replace(BASE, ranks=2, train_tower=False, aggregation="seq-mean-token-sum"),
+            id="frozen tower",
+        ),
     ],
 )
 def test_only_sampled_tokens_of_sound_trajectories_count(layout, kind, run, references):
@@ -339,15 +441,25 @@ BY_STATE = replace(SEQUENCES, state_weight=0.7, discount=0.5, tis_level="sequenc
     [
         pytest.param(SEQUENCES, id="trajectories"),
         pytest.param(BY_TURN, id="turns"),
-        pytest.param(replace(BY_TURN, ranks=2, budget=90, minibatches=2), id="turns, split, 2 mini-batches"),
         pytest.param(
-            replace(BY_TURN, aggregation="seq-mean-token-sum", share=False), id="sums of turns, repeated prompts"
+            replace(BY_TURN, ranks=2, budget=90, minibatches=2), id="turns, split, 2 mini-batches"
         ),
-        pytest.param(replace(BY_TURN, minibatches=2, loss="gspo", size=1), id="ratios of turns, 2 mini-batches"),
-        pytest.param(BY_STATE, id="states"),
-        pytest.param(replace(BY_STATE, ranks=2, budget=80, train_tower=False, kl_beta=0.1), id="states, split"),
         pytest.param(
-            replace(BY_STATE, aggregation="token-mean", old_logprobs="false", tis_clip=None), id="states, tokens"
+            replace(BY_TURN, aggregation="seq-mean-token-sum", share=False),
+            id="sums of turns, repeated prompts",
+        ),
+        pytest.param(
+            replace(BY_TURN, minibatches=2, loss="gspo", size=1),
+            id="ratios of turns, 2 mini-batches",
+        ),
+        pytest.param(BY_STATE, id="states"),
+        pytest.param(
+            replace(BY_STATE, ranks=2, budget=80, train_tower=False, kl_beta=0.1),
+            id="states, split",
+        ),
+        pytest.param(
+            replace(BY_STATE, aggregation="token-mean", old_logprobs="false", tis_clip=None),
+            id="states, tokens",
         ),
     ],
 )
@@ -360,11 +472,16 @@ def test_turns_are_credited_as_the_formulas_say(layout, run, references):
     [
         pytest.param(replace(BASE, budget=400), id="one row"),
         pytest.param(replace(BASE, ranks=2, budget=150), id="trees split over 2 ranks"),
-        pytest.param(replace(BY_TURN, ranks=2, budget=150, share=False), id="repeated prompts, credit by turn"),
+        pytest.param(
+            replace(BY_TURN, ranks=2, budget=150, share=False),
+            id="repeated prompts, credit by turn",
+        ),
         pytest.param(replace(BASE, family="qwen3_5", budget=400), id="delta nets"),
         pytest.param(replace(BASE, family="qwen3_5", ranks=2, budget=150), id="delta nets, split"),
         pytest.param(
-            replace(BASE, family="qwen3_5", ranks=2, budget=150, checkpointing=True, reentrant=True),
+            replace(
+                BASE, family="qwen3_5", ranks=2, budget=150, checkpointing=True, reentrant=True
+            ),
             id="delta nets, split, reentrant",
         ),
     ],
@@ -373,18 +490,26 @@ def test_a_trajectory_of_several_sequences_is_trained_once(layout, run_shared, r
     assert_same(run_shared(layout, "turns in sequences"), references(layout, "turns in sequences"))
 
 
-SIX = {"text": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}}
+SIX = {
+    "text": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+}
 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        pytest.param(replace(BASE, ranks=4, context=4), "mixed", id="fewer heads of keys than ranks"),
         pytest.param(
-            replace(BASE, ranks=2, context=2, sizes=SIX), "mixed", id="a head of keys for heads of both ranks"
+            replace(BASE, ranks=4, context=4), "mixed", id="fewer heads of keys than ranks"
         ),
         pytest.param(
-            replace(BY_TURN, ranks=4, context=2, budget=150), "turns in sequences", id="trees, credit by turn"
+            replace(BASE, ranks=2, context=2, sizes=SIX),
+            "mixed",
+            id="a head of keys for heads of both ranks",
+        ),
+        pytest.param(
+            replace(BY_TURN, ranks=4, context=2, budget=150),
+            "turns in sequences",
+            id="trees, credit by turn",
         ),
         pytest.param(
             replace(BASE, ranks=4, context=4, family="qwen3_5", checkpointing=True),
@@ -392,18 +517,45 @@ SIX = {"text": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_head
             id="delta nets",
         ),
         pytest.param(
-            replace(BASE, ranks=4, context=4, family="qwen3_5_moe", train_tower=False, replay=True, balance=0.3),
+            replace(
+                BASE,
+                ranks=4,
+                context=4,
+                family="qwen3_5_moe",
+                train_tower=False,
+                replay=True,
+                balance=0.3,
+            ),
             "mixed",
             id="delta nets, experts",
         ),
-        pytest.param(replace(LORA, ranks=4, context=4, budget=90, lora="all-linear"), "mixed", id="adapters"),
         pytest.param(
-            replace(BASE, ranks=4, context=2, shard=2, minibatches=2, budget=90, loss="gspo", tis_level="sequence"),
+            replace(LORA, ranks=4, context=4, budget=90, lora="all-linear"), "mixed", id="adapters"
+        ),
+        pytest.param(
+            replace(
+                BASE,
+                ranks=4,
+                context=2,
+                shard=2,
+                minibatches=2,
+                budget=90,
+                loss="gspo",
+                tis_level="sequence",
+            ),
             "one image",
             id="ratios and weights of sequences",
         ),
         pytest.param(
-            replace(BASE, teacher=(1.0, 0.0, 5), papo=PAPO, kl_beta=0.1, ranks=2, context=2, train_tower=False),
+            replace(
+                BASE,
+                teacher=(1.0, 0.0, 5),
+                papo=PAPO,
+                kl_beta=0.1,
+                ranks=2,
+                context=2,
+                train_tower=False,
+            ),
             "mixed",
             id="teacher's top 5, PAPO, reference",
         ),
@@ -418,10 +570,13 @@ def test_ranks_that_share_rows(layout, kind, run, references):
     "layout",
     [
         pytest.param(replace(BASE, dtype="bf16"), id="pixels"),
-        pytest.param(replace(BASE, dtype="bf16", ranks=2, budget=90, checkpointing=True), id="pixels, split"),
+        pytest.param(
+            replace(BASE, dtype="bf16", ranks=2, budget=90, checkpointing=True), id="pixels, split"
+        ),
         pytest.param(replace(BASE, dtype="bf16", train_tower=False), id="features"),
         pytest.param(
-            replace(BASE, dtype="bf16", ranks=2, budget=90, train_tower=False, kl_beta=0.1), id="features, split"
+            replace(BASE, dtype="bf16", ranks=2, budget=90, train_tower=False, kl_beta=0.1),
+            id="features, split",
         ),
     ],
 )
@@ -448,4 +603,6 @@ def test_bfloat16_trains_on_the_features_that_the_engine_sees(ranks, run):
     assert {image.hash for image, _ in images} == features.keys()
     for image, grid in images:
         seen = policy.encode(pixels(image), np.array([grid]))
-        np.testing.assert_array_equal(features[image.hash], torch.stack([seen.tokens, *seen.deepstack]).float())
+        np.testing.assert_array_equal(
+            features[image.hash], torch.stack([seen.tokens, *seen.deepstack]).float()
+        )

@@ -29,7 +29,10 @@ def models(toy_folder, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("other") / "checkpoint"
     shutil.copytree(toy_folder, folder)
-    old, new = (AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32).eval() for _ in range(2))
+    old, new = (
+        AutoModelForImageTextToText.from_pretrained(toy_folder, dtype=torch.float32).eval()
+        for _ in range(2)
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in new.parameters():
@@ -76,7 +79,9 @@ def synced(parts, models, request):
 
 def sampled(pool, n=8):
     """Groups of two samples to the first n training rows, and the workers that made them: half each."""
-    results = pool.submit([Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(n)]).results()
+    results = pool.submit(
+        [Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(n)]
+    ).results()
     groups = ray.get([reference for _, reference in results])
     pool.release([summary for summary, _ in results])
     return groups
@@ -121,7 +126,10 @@ def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_f
     old, new, _ = models
     assert_sampled_from(pool, old, toy_folder, 0)
     metrics = sync(version=3)  # with fingerprints
-    assert metrics["sync/bytes"] == sum(p.nbytes for p in new.parameters()) and metrics["sync/bytes_share"] == 1
+    assert (
+        metrics["sync/bytes"] == sum(p.nbytes for p in new.parameters())
+        and metrics["sync/bytes_share"] == 1
+    )
     assert metrics["sync/load_seconds"] > 0 and metrics["sync/offer_seconds"] > 0
     assert_sampled_from(pool, new, toy_folder, 3)
     sync(version=4)  # without
@@ -130,9 +138,13 @@ def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_f
     restarts = pool.restarts
     _, pid = ray.get(pool.workers[1].process.remote())
     os.kill(pid, signal.SIGKILL)
-    assert_sampled_from(pool, new, toy_folder, 4)  # replaced on the way, and given what the other one has
+    assert_sampled_from(
+        pool, new, toy_folder, 4
+    )  # replaced on the way, and given what the other one has
     assert pool.restarts == restarts + 1
-    if sync.strategy != "delta":  # which refuses to change weights of a version that it did not send
+    if (
+        sync.strategy != "delta"
+    ):  # which refuses to change weights of a version that it did not send
         pool.load_weights([ray.put(bucket) for bucket in pack(old.named_parameters())], version=0)
     sync(version=5)  # the new worker takes part
     assert_sampled_from(pool, new, toy_folder, 5)
@@ -156,7 +168,8 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 
     monkeypatch.setattr(pool, "take_weights", wrong)
     with pytest.raises(
-        ray.exceptions.RayTaskError, match="(?s)WeightsDiffer: weights .* are not those the trainer sent"
+        ray.exceptions.RayTaskError,
+        match="(?s)WeightsDiffer: weights .* are not those the trainer sent",
     ):
         sync(version=9)
 
@@ -171,7 +184,11 @@ def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     assert len(first) > 3
     assert len({label.place for label in first}) == 1  # one node, so one of the two ranks offers
     actors.call("sender.deliver")
-    values = {name: value.clone() for weights in shared_memory.opened(first) for name, value in weights.items()}
+    values = {
+        name: value.clone()
+        for weights in shared_memory.opened(first)
+        for name, value in weights.items()
+    }
     actors.call("sender.release")
     second = [label for offer in actors.call("sender.offer", 2, False) for label in offer.labels]
     assert [label.where for label in second] == [label.where for label in first]

@@ -24,8 +24,19 @@ class Rank(RolloutRank):
     """A worker whose engine and player are the test's: groups finish when it says so."""
 
     def __init__(self):
-        self.open_batches, self.reports, self.batch_errors, self.batch_tasks = [], asyncio.Queue(), {}, set()
-        self.allowed, self.begun, self.left, self.released, self.loaded = asyncio.Event(), [], [], [], []
+        self.open_batches, self.reports, self.batch_errors, self.batch_tasks = (
+            [],
+            asyncio.Queue(),
+            {},
+            set(),
+        )
+        self.allowed, self.begun, self.left, self.released, self.loaded = (
+            asyncio.Event(),
+            [],
+            [],
+            [],
+            [],
+        )
 
     async def generate(self, tasks):
         self.begun += [task.group_id for task in tasks]
@@ -60,7 +71,9 @@ class Rank(RolloutRank):
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray():
-    ray.init(num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False
+    )
     yield
     ray.shutdown()
 
@@ -96,7 +109,9 @@ def test_heartbeat_and_weights_are_answered_beside_more_streams_than_an_actor_ru
         asked = [worker.call("heartbeat"), worker.call("load_weights", [], 1)]
         assert await asyncio.wait_for(asyncio.gather(*asked), LONG_S) == [True, None]
         await worker.call("allow")
-        assert await asyncio.wait_for(asyncio.gather(*streams), LONG_S) == [[f"g{i}"] for i in range(N_OPEN)]
+        assert await asyncio.wait_for(asyncio.gather(*streams), LONG_S) == [
+            [f"g{i}"] for i in range(N_OPEN)
+        ]
 
     asyncio.run(run())
 

@@ -37,11 +37,17 @@ def rlinf_settings(path: Path, ours: Callable[[], Iterable[str]]) -> dict[str, A
         return None
     command = f"rlinf-vl convert-config {path} --output mine.yaml"
     if system != "rlinf":
-        raise ConfigError(f"config {str(path)!r} is one of {SYSTEMS[system]}; convert it: {command}")
+        raise ConfigError(
+            f"config {str(path)!r} is one of {SYSTEMS[system]}; convert it: {command}"
+        )
     conversion = convert_file(path, system)
     unsupported = [*conversion.of("refused"), *conversion.of("unknown")]
-    if problems := [f"{o.key}: {o.value!r} has no counterpart here: {o.text.strip()}" for o in unsupported]:
-        raise ConfigError(*problems, f"{path.name} is a config of RLinf; all of it but these is had by: {command}")
+    if problems := [
+        f"{o.key}: {o.value!r} has no counterpart here: {o.text.strip()}" for o in unsupported
+    ]:
+        raise ConfigError(
+            *problems, f"{path.name} is a config of RLinf; all of it but these is had by: {command}"
+        )
     dropped = len(conversion.of("dropped"))
     log.info(
         "%s is a config of RLinf: %d of its keys need no counterpart here ('%s' lists them)",
@@ -68,9 +74,13 @@ def _foreign_system(path: Path, ours: Callable[[], Iterable[str]]) -> str | None
     if SCHEMA_NAME in bases:  # it is ours
         return None
     foreign_keys = [
-        key for key, _ in flat(data) if key not in config_keys() and not key.startswith(("hydra.", "defaults"))
+        key
+        for key, _ in flat(data)
+        if key not in config_keys() and not key.startswith(("hydra.", "defaults"))
     ]
     system = system_of(foreign_keys) if len(foreign_keys) >= 3 else None
     names = {base.removesuffix(".yaml") for base in bases}
-    our_names = {*ours(), *(sibling.stem for sibling in path.parent.glob("*.yaml"))} if system else set()
+    our_names = (
+        {*ours(), *(sibling.stem for sibling in path.parent.glob("*.yaml"))} if system else set()
+    )
     return None if names & our_names else system

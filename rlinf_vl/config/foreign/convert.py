@@ -119,10 +119,18 @@ def convert_file(path: Path, system: str | None = None) -> Conversion:
     if system is None:
         names = ", ".join(SYSTEMS.values())
         raise ConfigError(
-            f"config {str(path)!r}: no keys of {names} that aren't ours are in it; name its system with --from"
+            f"config {str(path)!r}: no keys of {names} that aren't ours are in it; name its system "
+            "with --from"
         )
-    conversion = convert(table(system), source.settings, lambda name: near(path, name), CONVERSIONS["name"](path.stem))
-    conversion.missing = [base for base in source.missing if Path(base).stem not in _BUILT_IN_BASES.get(system, ())]
+    conversion = convert(
+        table(system),
+        source.settings,
+        lambda name: near(path, name),
+        CONVERSIONS["name"](path.stem),
+    )
+    conversion.missing = [
+        base for base in source.missing if Path(base).stem not in _BUILT_IN_BASES.get(system, ())
+    ]
     if system != "rlinf":  # its bases configure its engines
         _refuse_missing(conversion)
     return conversion
@@ -131,10 +139,14 @@ def convert_file(path: Path, system: str | None = None) -> Conversion:
 def _refuse_missing(conversion: Conversion) -> None:
     """Add missing bases as refused, with the keys whose values they may set."""
     default = f"{conversion.system}'s default"
-    guessed_keys = [key for key, setting in conversion.settings.items() if setting.comment.endswith(default)]
+    guessed_keys = [
+        key for key, setting in conversion.settings.items() if setting.comment.endswith(default)
+    ]
     for key in guessed_keys if conversion.missing else ():
         value, comment = conversion.settings[key]
-        conversion.settings[key] = Setting(value, f"{comment}; {conversion.missing[0]} may say otherwise")
+        conversion.settings[key] = Setting(
+            value, f"{comment}; {conversion.missing[0]} may say otherwise"
+        )
     for base in conversion.missing:
         reason = "no such file near it: put it there and convert again"
         if guessed_keys:
@@ -142,7 +154,9 @@ def _refuse_missing(conversion: Conversion) -> None:
         conversion.add(f"config {base}", "not found", "refused", reason)
 
 
-def convert(key_table: Table, theirs: Mapping[str, Any], find: Callable[[str], Path | None], name: str) -> Conversion:
+def convert(
+    key_table: Table, theirs: Mapping[str, Any], find: Callable[[str], Path | None], name: str
+) -> Conversion:
     """Return settings of another system as ours.
 
     Args:
@@ -163,11 +177,17 @@ def convert(key_table: Table, theirs: Mapping[str, Any], find: Callable[[str], P
         try:
             value = _converted(row, row.default)
         except ValueError as error:
-            conversion.add(row.theirs, row.default, "refused", f"{conversion.system}'s default: {error}")
+            conversion.add(
+                row.theirs, row.default, "refused", f"{conversion.system}'s default: {error}"
+            )
             continue
         if row.role:
             defaults.setdefault(row.role, value)
-        elif row.to[0] not in conversion.settings and value is not None and value != config_keys()[row.to[0]].default:
+        elif (
+            row.to[0] not in conversion.settings
+            and value is not None
+            and value != config_keys()[row.to[0]].default
+        ):
             conversion.put(row.to[0], value, f"{key_table.name}'s default")
     for key, (value, note) in key_table.always.items():
         if key not in conversion.settings:
@@ -195,7 +215,9 @@ def _gathered(key_table: Table, theirs: Mapping[str, Any]) -> dict[str, Any]:
         parents = itertools.accumulate(key.split(".")[:-1], "{}.{}".format)
         parent = None
         if key_table.row(key) is None:
-            parent = next((name for name in parents if name in key_table.rows and name not in theirs), None)
+            parent = next(
+                (name for name in parents if name in key_table.rows and name not in theirs), None
+            )
         if parent is None:
             gathered[key] = value
         else:
@@ -213,33 +235,55 @@ def _sort(
         row = table.row(key)
         if row is None:
             conversion.add(
-                key, value, "unknown", f"{table.name} has no such key that is known here;{hint(key) or suggestion(key)}"
+                key,
+                value,
+                "unknown",
+                f"{table.name} has no such key that is known here;{hint(key) or suggestion(key)}",
             )
             continue
         if isinstance(value, Unreadable):
             if row.kind == "dropped":
                 conversion.add(key, value, "dropped", row.why)
             else:
-                conversion.add(key, value, "refused", f"its value is not in the file ({value}): write it in yourself")
+                conversion.add(
+                    key,
+                    value,
+                    "refused",
+                    f"its value is not in the file ({value}): write it in yourself",
+                )
             continue
         try:
             ours = _converted(row, value)
-            if row.kind == "mapped" and not row.role and (ours is not None or _may_be_null(row.to[0])):
+            if (
+                row.kind == "mapped"
+                and not row.role
+                and (ours is not None or _may_be_null(row.to[0]))
+            ):
                 # The comment names their key only where ours has another name.
-                conversion.put(row.to[0], ours, _comment([key] if key != row.to[0] else [], row.note))
+                conversion.put(
+                    row.to[0], ours, _comment([key] if key != row.to[0] else [], row.note)
+                )
         except (ValueError, TypeError) as error:
-            conversion.add(key, value, "dropped" if row.kind == "dropped" else "refused", str(error))
+            conversion.add(
+                key, value, "dropped" if row.kind == "dropped" else "refused", str(error)
+            )
             continue
         if row.kind != "mapped":
-            conversion.add(key, value, "dropped", row.why if row.kind == "dropped" else "off, as here")
+            conversion.add(
+                key, value, "dropped", row.why if row.kind == "dropped" else "off, as here"
+            )
         elif ours is None and row.role != "tis" and (row.role or not _may_be_null(row.to[0])):
             conversion.add(key, value, "dropped", "null: the default is taken")
         # A pattern may match several keys; ours has room for one value.
         elif row.is_pattern and row.role in role_values:
-            conversion.add(key, value, "refused", f"one only here: that of {sources[row.role][0]} is taken")
+            conversion.add(
+                key, value, "refused", f"one only here: that of {sources[row.role][0]} is taken"
+            )
         elif row.role:
             # Offloading is one switch here: on if any of theirs is.
-            combined = bool(role_values.get(row.role)) or bool(ours) if row.role == "offload" else ours
+            combined = (
+                bool(role_values.get(row.role)) or bool(ours) if row.role == "offload" else ours
+            )
             role_values[row.role] = combined
             sources.setdefault(row.role, []).append(key)
             conversion.add(key, value, "mapped", " and ".join(row.to))
@@ -289,14 +333,18 @@ def _derive(q: Quantities, sources: Mapping[str, list[str]], conversion: Convers
             derived = list(rule(q))
             source_keys = [key for role in sorted(q.used) for key in sources.get(role, ())]
             for key, value, note in derived:
-                relevant_keys = [name for name in source_keys if _about(conversion.outcomes[name], key)]
+                relevant_keys = [
+                    name for name in source_keys if _about(conversion.outcomes[name], key)
+                ]
                 if relevant_keys or value != config_keys()[key].default:
                     remark = note or ("" if source_keys else f"{conversion.system}'s default")
                     try:
                         conversion.put(key, value, _comment(relevant_keys, remark))
                     except ValueError as error:
                         for name in relevant_keys:
-                            conversion.add(name, conversion.outcomes[name].value, "refused", str(error))
+                            conversion.add(
+                                name, conversion.outcomes[name].value, "refused", str(error)
+                            )
         except BadQuantity as error:  # apply the rule again without the bad value
             q.file_values.pop(error.role)
             q.refused[error.role] = str(error)
@@ -374,15 +422,26 @@ def _fit(conversion: Conversion) -> None:
                 False,
                 "true there: no gradients behind embeddings",
             )
-        if value("actor.model.lora.quantization") == "nf4" and value("actor.fsdp_config.cpu_offload"):
-            change("actor.fsdp_config.cpu_offload", False, "true there: packed weights are not moved")
+        if value("actor.model.lora.quantization") == "nf4" and value(
+            "actor.fsdp_config.cpu_offload"
+        ):
+            change(
+                "actor.fsdp_config.cpu_offload", False, "true there: packed weights are not moved"
+            )
     group = value("algorithm.group_size")
     if group > value("rollout.max_running_requests"):
         change("rollout.max_running_requests", group, "a group is decoded together")
     if group == 1 and value("algorithm.adv_type") != "reinforce_plus_plus":
-        change("algorithm.group_size", 8, "1 there: advantages come from groups here, so choose at least 2")
+        change(
+            "algorithm.group_size",
+            8,
+            "1 there: advantages come from groups here, so choose at least 2",
+        )
     # top_p and top_k truncate the distribution from which the engine samples.
-    is_truncated = value("algorithm.sampling_params.top_p") != 1 or value("algorithm.sampling_params.top_k") != 0
+    is_truncated = (
+        value("algorithm.sampling_params.top_p") != 1
+        or value("algorithm.sampling_params.top_k") != 0
+    )
     for key in ("level", "low", "high", "veto") if is_truncated else ():
         if value(f"algorithm.rejection.{key}") is not None:
             change(f"algorithm.rejection.{key}", None, "can't correct for top_p or top_k")
@@ -392,15 +451,27 @@ def _fit(conversion: Conversion) -> None:
         elif not value("rollout.return_logprobs"):
             change("rollout.return_logprobs", True, "importance_sampling_fix needs them")
         if value("algorithm.recompute_logprobs") == "false":
-            change("algorithm.recompute_logprobs", "auto", "importance_sampling_fix needs the trainer's")
+            change(
+                "algorithm.recompute_logprobs",
+                "auto",
+                "importance_sampling_fix needs the trainer's",
+            )
     elif value("algorithm.recompute_logprobs") == "false" and not value("rollout.return_logprobs"):
         change("rollout.return_logprobs", True, "recompute_logprobs: false needs them")
     if value("algorithm.sampling_params.temperature") == 0:
-        change("algorithm.sampling_params.temperature", 1.0, "0 there: greedy groups have no spread")
+        change(
+            "algorithm.sampling_params.temperature", 1.0, "0 there: greedy groups have no spread"
+        )
     if value("reward.reward_max_val") <= value("reward.reward_min_val"):
-        change("reward.reward_min_val", value("reward.reward_max_val") - 1.0, "a right answer has to pay more")
+        change(
+            "reward.reward_min_val",
+            value("reward.reward_max_val") - 1.0,
+            "a right answer has to pay more",
+        )
     if value("algorithm.kl_placement") == "reward" and value("algorithm.overlong.filter"):
-        change("algorithm.overlong.filter", False, "true there: what is left out of the loss has no KL")
+        change(
+            "algorithm.overlong.filter", False, "true there: what is left out of the loss has no KL"
+        )
     max_answer = value("algorithm.sampling_params.max_new_tokens")
     if max_answer and value("algorithm.overlong.buffer") >= max_answer:
         change("algorithm.overlong.buffer", max_answer - 1, "shorter than the longest answer")

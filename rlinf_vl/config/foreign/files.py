@@ -53,8 +53,17 @@ def read_settings(path: Path) -> Source:
     try:
         missing: list[str] = []
         settings = _settings(text, path, missing)
-    except (yaml.YAMLError, OmegaConfBaseException, SyntaxError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"config {str(path)!r}: can't be read ({str(error).splitlines()[0]})") from error
+    except (
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        SyntaxError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ConfigError(
+            f"config {str(path)!r}: can't be read ({str(error).splitlines()[0]})"
+        ) from error
     if not settings:
         formats = "YAML, a script with key=value or --key value, or Python with GRPOConfig(…)"
         raise ConfigError(f"config {str(path)!r}: no settings are in it; what is read is {formats}")
@@ -78,9 +87,13 @@ def _settings(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
             return _from_yaml(text, path, missing)
         case ".ipynb":
             cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-            return python.settings("\n".join("".join(cell["source"]) for cell in cells), lambda _: {})
+            return python.settings(
+                "\n".join("".join(cell["source"]) for cell in cells), lambda _: {}
+            )
         case ".py":
-            return python.settings(text, lambda docstring: _from_shell(docstring, path, missing, first=True))
+            return python.settings(
+                text, lambda docstring: _from_shell(docstring, path, missing, first=True)
+            )
     return _from_shell(text, path, missing)
 
 
@@ -94,7 +107,10 @@ def _from_yaml(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
         raise TypeError("no mapping of keys")
     if isinstance(script := data.get("run"), str):  # a SkyPilot task
         return _from_shell(
-            script, path, missing, {name: str(value) for name, value in (data.get("envs") or {}).items()}
+            script,
+            path,
+            missing,
+            {name: str(value) for name, value in (data.get("envs") or {}).items()},
         )
     merged_bases: Any = {}
     for entry in data.pop("defaults", None) or []:
@@ -115,7 +131,11 @@ def _from_yaml(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
 
 
 def _from_shell(
-    text: str, path: Path, missing: list[str], variables: dict[str, str] | None = None, first: bool = False
+    text: str,
+    path: Path,
+    missing: list[str],
+    variables: dict[str, str] | None = None,
+    first: bool = False,
 ) -> dict[str, Any]:
     """Return the settings of the command with the most settings, or of the `first` one with any.
 
@@ -126,12 +146,19 @@ def _from_shell(
         settings = command.settings
         for name in command.scripts:
             if (script := near(path, name)) and script.resolve() != path.resolve():
-                settings = _from_shell(script.read_text(encoding="utf-8"), script, missing) | settings
+                settings = (
+                    _from_shell(script.read_text(encoding="utf-8"), script, missing) | settings
+                )
         if settings and (config := command.files.get("config") or command.files.get("config-name")):
             name = re.sub(r"(\.ya?ml)?$", ".yaml", config, count=1)
             folder = "" if "config" in command.files else command.files.get("config-path", "")
-            if config_file := near(path, os.path.normpath(os.path.join(folder, name))) or near(path, name):
-                settings = _from_yaml(config_file.read_text(encoding="utf-8"), config_file, missing) | settings
+            if config_file := near(path, os.path.normpath(os.path.join(folder, name))) or near(
+                path, name
+            ):
+                settings = (
+                    _from_yaml(config_file.read_text(encoding="utf-8"), config_file, missing)
+                    | settings
+                )
             else:
                 missing.append(name)
         most_settings = settings if len(settings) > len(most_settings) else most_settings

@@ -14,10 +14,18 @@ from rlinf_vl.config.foreign.values import Unreadable, flat
 #: line. The tables of `rlinf_vl.config.aliases` use the names of the command line.
 _CALLS: dict[str, dict[str, str]] = {
     "GRPOConfig": {},
-    "LoraConfig": {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"},
+    "LoraConfig": {
+        "r": "lora_r",
+        "target_modules": "lora_target_modules",
+        "modules_to_save": "lora_modules_to_save",
+    },
     "BitsAndBytesConfig": {},
     "GRPOTrainer": {"model": "model_name_or_path"},
-    "load_dataset": {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"},
+    "load_dataset": {
+        "path": "dataset_name",
+        "name": "dataset_config",
+        "split": "dataset_train_split",
+    },
 }
 #: The keywords that are settings, for calls where not all are.
 _SETTING_KEYWORDS = {
@@ -53,7 +61,9 @@ def settings(text: str, read_command: Callable[[str], dict[str, Any]]) -> dict[s
             file_settings["use_peft"] = True
         for name, expression in keywords.items():
             if name in _SETTING_KEYWORDS.get(callee, keywords):
-                value = _functions(expression) if name == "reward_funcs" else names.value(expression)
+                value = (
+                    _functions(expression) if name == "reward_funcs" else names.value(expression)
+                )
                 command_name = _CALLS[callee].get(name, name)
                 for key, flat_value in flat({command_name: value}):
                     file_settings.setdefault(key, flat_value)
@@ -84,10 +94,18 @@ class _Names:
                     if isinstance(variable, ast.Name):
                         self.assigned.setdefault(variable.id, assigned_value)
             elif isinstance(node, ast.Call) and _callee(node) == "add_argument":
-                default = next((keyword.value for keyword in node.keywords if keyword.arg == "default"), None)
-                flags = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+                default = next(
+                    (keyword.value for keyword in node.keywords if keyword.arg == "default"), None
+                )
+                flags = [
+                    arg.value
+                    for arg in node.args
+                    if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+                ]
                 for flag in flags:
-                    self.arguments[flag.lstrip("-").replace("-", "_")] = default or ast.Constant(None)
+                    self.arguments[flag.lstrip("-").replace("-", "_")] = default or ast.Constant(
+                        None
+                    )
 
     def value(self, expression: ast.expr, depth: int = 0) -> Any:
         """Return the value of a literal, a name, or a model that is loaded by name.
@@ -114,7 +132,11 @@ class _Names:
                     return self.value(first, depth + 1)
                 case ast.Dict(keys=keys, values=values):
                     pairs = zip(keys, values, strict=True)
-                    return {str(self.value(key, depth)): self.value(item, depth) for key, item in pairs if key}
+                    return {
+                        str(self.value(key, depth)): self.value(item, depth)
+                        for key, item in pairs
+                        if key
+                    }
                 case ast.List(elts=parts) | ast.Tuple(elts=parts):
                     return [self.value(part, depth) for part in parts]
         try:

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 from rlinf_vl.config.foreign.values import names_of, top_k
 
 #: Their names of KL estimators, and ours (Schulman 2020, "Approximating KL Divergence").
-KL_NAMES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
+KL_NAMES = {
+    "kl": "k1",
+    "k1": "k1",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+    "abs": "abs",
+}
 #: Longest prompt, in tokens, where a system has no limit and ours needs one.
 DEFAULT_PROMPT_LENGTH = 2048
 
@@ -46,7 +54,10 @@ class Quantities:
     """
 
     def __init__(
-        self, file_values: Mapping[str, Any], defaults: Mapping[str, Any], find: Callable[[str], Path | None]
+        self,
+        file_values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        find: Callable[[str], Path | None],
     ) -> None:
         self.file_values = dict(file_values)
         self.defaults = dict(defaults)
@@ -86,14 +97,21 @@ def lengths(q: Quantities) -> Iterator[Derived]:
     if not prompt:
         prompt = context - response if context > response else DEFAULT_PROMPT_LENGTH
         yield Derived(
-            "data.max_prompt_length", prompt, "no limit there; longer prompts are left out here: choose yours"
+            "data.max_prompt_length",
+            prompt,
+            "no limit there; longer prompts are left out here: choose yours",
         )
     else:
         yield Derived("data.max_prompt_length", prompt)
     longest = max(int(q.number("val_response_length", response)), response)
-    yield Derived("runner.seq_length", max(context, prompt + longest), "the longest prompt and its answer")
+    yield Derived(
+        "runner.seq_length", max(context, prompt + longest), "the longest prompt and its answer"
+    )
     yield Derived("algorithm.sampling_params.max_new_tokens", response)
-    yield Derived("algorithm.val_sampling_params.max_new_tokens", int(q.number("val_response_length", response)))
+    yield Derived(
+        "algorithm.val_sampling_params.max_new_tokens",
+        int(q.number("val_response_length", response)),
+    )
 
 
 def batches(q: Quantities, group_size: int) -> Iterator[Derived]:
@@ -106,9 +124,14 @@ def batches(q: Quantities, group_size: int) -> Iterator[Derived]:
         devices, accumulation = int(q.number("processes", 1)), q.number("accumulation", 1)
         # TRL counts responses: a device's, times devices, times steps of accumulation.
         micro = q.number("device_responses")
-        generated = q("responses_per_step") or micro * devices * q.number("steps_per_generation", accumulation)
+        generated = q("responses_per_step") or micro * devices * q.number(
+            "steps_per_generation", accumulation
+        )
         updated = micro * devices * accumulation
-        problems, parts = max(1, round(max(generated, updated) / group_size)), max(1, generated / updated)
+        problems, parts = (
+            max(1, round(max(generated, updated) / group_size)),
+            max(1, generated / updated),
+        )
         note = f"{max(generated, updated):g} responses of {group_size} each, on {devices} device(s): num_processes"
     elif q.has("prompts_per_update"):
         parts = problems / q.number("prompts_per_update")
@@ -148,7 +171,11 @@ def micro_batches(q: Quantities, longest: int) -> Iterator[Derived]:
         note = f"raised from {tokens}: the longest sequence" if tokens < longest else ""
         yield Derived("runner.max_tokens_per_mbs", max(tokens, longest), note)
     elif responses:
-        yield Derived("runner.max_tokens_per_mbs", responses * longest, f"{responses} x {longest} tokens, packed")
+        yield Derived(
+            "runner.max_tokens_per_mbs",
+            responses * longest,
+            f"{responses} x {longest} tokens, packed",
+        )
 
 
 def loss(q: Quantities) -> Iterator[Derived]:
@@ -163,7 +190,9 @@ def loss(q: Quantities) -> Iterator[Derived]:
     if q.has("normalize"):
         yield Derived("algorithm.normalize_advantages", bool(q("normalize")))
     if q.has("entropy_coef"):
-        yield Derived("algorithm.entropy_bonus", q.number("entropy_coef") if q("entropy_on", True) else 0.0)
+        yield Derived(
+            "algorithm.entropy_bonus", q.number("entropy_coef") if q("entropy_on", True) else 0.0
+        )
     if kind == "sapo":  # SAPO has a soft gate instead of a clip
         return
     epsilon = q.number("clip_eps", 0.2)  # the bound of both sides, unless a side has its own
@@ -192,7 +221,9 @@ def reference_kl(q: Quantities) -> Iterator[Derived]:
     yield Derived("algorithm.kl_beta", beta)
     if not beta:
         return
-    name = str(q("kl_reward_type", q("kl_loss_type", "k3")) if in_reward else q("kl_loss_type", "k3"))
+    name = str(
+        q("kl_reward_type", q("kl_loss_type", "k3")) if in_reward else q("kl_loss_type", "k3")
+    )
     role = "kl_reward_type" if in_reward and q.has("kl_reward_type") else "kl_loss_type"
     if name not in KL_NAMES:
         q.refused[role] = f"{name!r}: estimators are {', '.join(KL_NAMES)}"
@@ -215,12 +246,16 @@ def correction(q: Quantities) -> Iterator[Derived]:
         return
     level = q("tis")
     level = "token" if level is True else level
-    if isinstance(level, str) and level.endswith("_mask"):  # TRL: reject beyond the bounds instead of truncating
+    if isinstance(level, str) and level.endswith(
+        "_mask"
+    ):  # TRL: reject beyond the bounds instead of truncating
         level = level.removesuffix("_mask")
         yield Derived("algorithm.rejection.level", level)
         yield Derived("algorithm.rejection.low", q.number("rejection_low", 0.0))
         yield Derived("algorithm.rejection.high", q.number("tis_clip", math.inf))
-    elif isinstance(bounds := q("tis_clip"), str) and "_" in bounds:  # verl's IcePop bounds train / rollout
+    elif (
+        isinstance(bounds := q("tis_clip"), str) and "_" in bounds
+    ):  # verl's IcePop bounds train / rollout
         low, high = _bounds(q, "tis_clip")
         yield Derived("algorithm.rejection.level", str(level))
         yield Derived("algorithm.rejection.low", low)
@@ -233,7 +268,9 @@ def correction(q: Quantities) -> Iterator[Derived]:
     yield Derived("algorithm.importance_sampling_fix", bool(level), note)
     if level:
         yield Derived("algorithm.importance_sampling_level", str(level))
-        clip = "tis_sequence_clip" if level != "token" and q.has("tis_sequence_clip") else "tis_clip"
+        clip = (
+            "tis_sequence_clip" if level != "token" and q.has("tis_sequence_clip") else "tis_clip"
+        )
         if q.has(clip):
             yield Derived("algorithm.importance_sampling_clip", q.number(clip))
 
@@ -293,7 +330,8 @@ def teacher(q: Quantities) -> Iterator[Derived]:
     prefix = "algorithm.distillation"
     if q("teacher_loss") not in ("k1", "kl"):
         q.refused["teacher_loss"] = (
-            f"{q('teacher_loss')}: the reverse KL (k1) is what a teacher teaches here, or over {prefix}.top_k"
+            f"{q('teacher_loss')}: the reverse KL (k1) is what a teacher teaches here, or over "
+            f"{prefix}.top_k"
         )
     yield Derived(f"{prefix}.teacher_path", str(q("teacher_path")))
     yield Derived(f"{prefix}.weight", q.number("teacher_weight", 1.0))
@@ -333,10 +371,17 @@ def optimizer(q: Quantities, updates: int) -> Iterator[Derived]:
     if steps > 0:
         yield Derived("actor.optim.lr_warmup_steps", int(steps))
     elif ratio and updates:
-        yield Derived("actor.optim.lr_warmup_steps", round(ratio * updates), f"{ratio:g} of {updates} optimizer steps")
+        yield Derived(
+            "actor.optim.lr_warmup_steps",
+            round(ratio * updates),
+            f"{ratio:g} of {updates} optimizer steps",
+        )
     elif ratio:
         role = "warmup_ratio" if "warmup_ratio" in q.file_values else "warmup_steps"
-        q.refused[role] = f"{ratio:g} of the run's optimizer steps: write that number into actor.optim.lr_warmup_steps"
+        q.refused[role] = (
+            f"{ratio:g} of the run's optimizer steps: write that number into "
+            "actor.optim.lr_warmup_steps"
+        )
 
 
 def adapters(q: Quantities) -> Iterator[Derived]:
@@ -373,16 +418,24 @@ def machines(q: Quantities) -> Iterator[Derived]:
         is_disaggregated = len(our_placement) > 1
         yield Derived("cluster.component_placement", our_placement)
     elif q.has("devices"):
-        yield Derived("cluster.component_placement", {"actor,rollout": "all"}, f"{q('devices')} there; here all GPUs")
+        yield Derived(
+            "cluster.component_placement",
+            {"actor,rollout": "all"},
+            f"{q('devices')} there; here all GPUs",
+        )
     if q.number("engine_devices") > 1:
         if is_disaggregated:
             yield Derived("rollout.tensor_parallel_size", int(q("engine_devices")))
         else:
-            q.refused["engine_devices"] = "dropped: engines that share GPUs with the trainer have one each here"
+            q.refused["engine_devices"] = (
+                "dropped: engines that share GPUs with the trainer have one each here"
+            )
     # Shards of one node's size are HSDP: sharded within a node, replicated between nodes.
     fsdp_size, devices_per_node = int(q.number("fsdp_size", -1)), q("devices")
     if fsdp_size > 0:
-        yield Derived("actor.fsdp_config.strategy", "hsdp" if fsdp_size == devices_per_node else "fsdp2")
+        yield Derived(
+            "actor.fsdp_config.strategy", "hsdp" if fsdp_size == devices_per_node else "fsdp2"
+        )
     if q.has("offload"):
         yield Derived("actor.enable_offload", bool(q("offload")), "while engines generate")
 
@@ -395,7 +448,8 @@ def resuming(q: Quantities) -> Iterator[Derived]:
         mode, path = "auto", None
     if path:
         q.refused["resume_path"] = (
-            "a checkpoint of another system, which can't be gone on with; export it as a model folder there"
+            "a checkpoint of another system, which can't be gone on with; export it as a model "
+            "folder there"
         )
     elif q.has("resume"):
         is_on = mode is True or str(mode) in ("auto", "latest")

@@ -23,9 +23,12 @@ def render(conversion: Conversion, source: str) -> str:
 
     A comment after each value names its source; the keys without a counterpart follow at the end.
     """
-    counts = ", ".join(f"{len(conversion.of(kind))} {kind}" for kind in KINDS if conversion.of(kind))
+    counts = ", ".join(
+        f"{len(conversion.of(kind))} {kind}" for kind in KINDS if conversion.of(kind)
+    )
     lines = [
-        f"# Converted from {source}, a config of {conversion.system} ({counts}); what has no counterpart stands below."
+        f"# Converted from {source}, a config of {conversion.system} ({counts}); what has no "
+        "counterpart stands below."
     ]
     lines += ["defaults:", f"  - {SCHEMA_NAME}", "  - _self_"]
     section: list[str] = []
@@ -45,13 +48,19 @@ def render(conversion: Conversion, source: str) -> str:
     for kind, title in TITLES.items():
         by_reason: dict[str, list[str]] = {}
         for outcome in conversion.of(kind):
-            by_reason.setdefault(outcome.text, []).append(f"{outcome.key}={_shortened(outcome.value)}")
+            by_reason.setdefault(outcome.text, []).append(
+                f"{outcome.key}={_shortened(outcome.value)}"
+            )
         if by_reason:
             lines += ["", f"# {title}"]
             for reason, keys in by_reason.items():
                 text = f"{', '.join(keys)}: {reason.strip()}"
                 lines += textwrap.wrap(
-                    text, 120, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False
+                    text,
+                    120,
+                    initial_indent="# - ",
+                    subsequent_indent="#   ",
+                    break_on_hyphens=False,
                 )
     return "\n".join(lines) + "\n"
 
@@ -65,13 +74,18 @@ def summary(conversion: Conversion, source: str) -> str:
         lines.append(f"  {outcome.kind}: {outcome.key}={value}: {outcome.text.strip()}")
     for name in conversion.missing:
         if f"config {name}" not in conversion.outcomes:
-            lines.append(f"  not found near it: {name}; the defaults of {conversion.system} stand for what it says")
+            lines.append(
+                f"  not found near it: {name}; the defaults of {conversion.system} stand for what "
+                "it says"
+            )
     return "\n".join(lines)
 
 
 def _scalar(value: Any) -> str:
     """Return a value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True).strip()
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True
+    ).strip()
     return text.removesuffix("...").strip()  # PyYAML ends a lone scalar's document with "..."
 
 

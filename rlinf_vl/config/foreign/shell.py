@@ -16,7 +16,9 @@ from rlinf_vl.config.foreign.values import flat, typed
 
 _Variables = dict[str, str | list[str]]
 #: An assignment: its name, "+" for `+=`, and the text of its value.
-_ASSIGNMENT = re.compile(r"\s*(?:(?:export|local|readonly|declare)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(
+    r"\s*(?:(?:export|local|readonly|declare)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)", re.DOTALL
+)
 #: The idiom `: "${NAME:=value}"`, which gives a variable a default.
 _DEFAULT = re.compile(r"\s*:\s+\"?\$\{(\w+):?=(.*)\}\"?\s*", re.DOTALL)
 #: Programs that start a run; settings follow them.
@@ -58,11 +60,19 @@ def commands(text: str, outer_variables: Mapping[str, str]) -> Iterator[Command]
     variables: _Variables = dict(outer_variables)
     for line in _logical_lines(text):
         if default := _DEFAULT.fullmatch(line):
-            variables[default[1]] = os.environ.get(default[1]) or " ".join(_words(default[2], variables))
-        elif (assignment := _ASSIGNMENT.fullmatch(line)) and (value := _value(assignment[3], variables)) is not None:
+            variables[default[1]] = os.environ.get(default[1]) or " ".join(
+                _words(default[2], variables)
+            )
+        elif (assignment := _ASSIGNMENT.fullmatch(line)) and (
+            value := _value(assignment[3], variables)
+        ) is not None:
             old_value = variables.get(assignment[1], "")
             if assignment[2]:  # X+=…
-                value = [*old_value, *value] if isinstance(old_value, list) else old_value + "".join(value)
+                value = (
+                    [*old_value, *value]
+                    if isinstance(old_value, list)
+                    else old_value + "".join(value)
+                )
             variables[assignment[1]] = value
         else:
             command = _command(_words(line, variables))
@@ -112,13 +122,19 @@ def _value(text: str, variables: _Variables) -> str | list[str] | None:
     if text.startswith("(") and text.endswith(")"):
         return _words(text[1:-1], variables)
     words = _words(text, variables)
-    return None if len(words) > 1 and not re.match(r"[;&|]", words[1]) else (words[0] if words else "").rstrip(";")
+    return (
+        None
+        if len(words) > 1 and not re.match(r"[;&|]", words[1])
+        else (words[0] if words else "").rstrip(";")
+    )
 
 
 def _words(text: str, variables: _Variables) -> list[str]:
     """Return a command's words, quotes removed and variables expanded; $@ is empty."""
     text = re.sub(r"\"?\$(@|\*|\{@\})\"?", " ", text)
-    text = re.sub(r"\$\(\((.*?)\)\)|\$\([^()]*\)", lambda match: f'"{_expanded(match[0], variables)}"', text)
+    text = re.sub(
+        r"\$\(\((.*?)\)\)|\$\([^()]*\)", lambda match: f'"{_expanded(match[0], variables)}"', text
+    )
     # shlex drops quotes, so words in single quotes, which are not expanded, are remembered here.
     literals = {word for word in re.findall(r"'([^']*)'", text) if "$" in word}
     lexer = shlex.shlex(text, posix=True)
@@ -133,7 +149,11 @@ def _words(text: str, variables: _Variables) -> list[str]:
                 words.append(word)
             else:
                 value = _expanded(word, variables)
-                words += value.split() if value.startswith("-") and re.fullmatch(r"\$\{?\w+\}?", word) else [value]
+                words += (
+                    value.split()
+                    if value.startswith("-") and re.fullmatch(r"\$\{?\w+\}?", word)
+                    else [value]
+                )
     except ValueError:  # prose, or an unclosed quote
         return []
     return words
@@ -207,7 +227,9 @@ def _command(words: list[str]) -> Command:
                 files[name] = values[0] if values else ""
             else:
                 parsed = [typed(value) for value in values]
-                settings[option[1].replace("-", "_")] = parsed[0] if len(parsed) == 1 else parsed or True
+                settings[option[1].replace("-", "_")] = (
+                    parsed[0] if len(parsed) == 1 else parsed or True
+                )
         elif pair := re.fullmatch(r"[+~]{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word, re.DOTALL):
             if pair[1] == "config" and pair[2].endswith((".yaml", ".yml")):
                 files["config"] = pair[2]

@@ -14,7 +14,14 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 #: Trackers of other systems for what every run here has: metrics.jsonl, the progress line, the log.
 _ALWAYS_LOGGED = ("console", "file", "none", "all")
 #: Names of dtypes, and ours; None for "auto".
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32", "auto": None}
+_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "half": "fp16",
+    "float": "fp32",
+    "auto": None,
+}
 
 
 class Unreadable(str):
@@ -103,7 +110,9 @@ def _one_folder(value: Any) -> str:
     """Return the folder in a text with colons. Raises ValueError: the folders differ."""
     folders = dict.fromkeys(str(value).split(":"))
     if len(folders) > 1:
-        raise ValueError("images stand in one folder here: the nearest that holds all, data.image_root")
+        raise ValueError(
+            "images stand in one folder here: the nearest that holds all, data.image_root"
+        )
     return str(value).partition(":")[0]
 
 
@@ -118,7 +127,8 @@ def _trackers(value: Any) -> list[str] | None:
     foreign_names = [name for name in names if name not in (*TRACKERS, *_ALWAYS_LOGGED)]
     if foreign_names and not set(names) & set(TRACKERS):
         raise ValueError(
-            f"{', '.join(foreign_names)}: trackers are {', '.join(TRACKERS)}; one of your own is module:Class"
+            f"{', '.join(foreign_names)}: trackers are {', '.join(TRACKERS)}; one of your own is "
+            "module:Class"
         )
     return [name for name in names if name in TRACKERS]
 

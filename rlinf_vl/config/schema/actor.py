@@ -90,7 +90,9 @@ class ActorModelConfig:
         trained."""
         frozen = {
             "language_model": self.freeze_language_model,
-            "projector": self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector,
+            "projector": self.freeze_vision_tower
+            if self.freeze_projector is None
+            else self.freeze_projector,
             "vision_tower": self.freeze_vision_tower,
         }
         return tuple(part for part, is_frozen in frozen.items() if is_frozen)

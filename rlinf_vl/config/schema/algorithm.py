@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 
 from rlinf_vl.config.schema.guidance import DistillationConfig, ImageCorruptionConfig, PapoConfig
-from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Limit, OrCode, key
+from rlinf_vl.config.schema.limits import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    Limit,
+    OrCode,
+    key,
+)
 
 ADVANTAGES = OrCode(
     ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
@@ -114,7 +122,9 @@ class AlgorithmConfig:
     clip_ratio_high: float | None = key(None, NOT_NEGATIVE)
     """The probability ratio is clipped above at 1 + this. null: as loss_type says (0.2; gspo 4e-4;
     cispo 4); DAPO has 0.28."""
-    clip_ratio_c: float | None = key(None, Limit("be > 1, or null for no dual clip", lambda x: x > 1))
+    clip_ratio_c: float | None = key(
+        None, Limit("be > 1, or null for no dual clip", lambda x: x > 1)
+    )
     """Dual clip (> 1): bounds the loss of negative advantages at -c·A; null is off."""
     kl_beta: float = key(0.0, NOT_NEGATIVE)
     """Weight of KL(policy‖reference); 0 loads no reference model."""

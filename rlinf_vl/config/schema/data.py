@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, NOT_NEGATIVE, OFF_OR_POSITIVE, POSITIVE, SHARE, Limit, key
+from rlinf_vl.config.schema.limits import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    OFF_OR_POSITIVE,
+    POSITIVE,
+    SHARE,
+    Limit,
+    key,
+)
 
 
 @dataclass

@@ -5,7 +5,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, DTYPES, FAMILIES, POSITIVE, SHARE_OR_AUTO, OrCode, key
+from rlinf_vl.config.schema.limits import (
+    AT_LEAST_1,
+    DTYPES,
+    FAMILIES,
+    POSITIVE,
+    SHARE_OR_AUTO,
+    OrCode,
+    key,
+)
 
 
 @dataclass

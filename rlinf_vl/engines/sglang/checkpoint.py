@@ -29,24 +29,30 @@ def refusals(config: Mapping[str, Any], on_cpu: bool) -> Iterator[str]:
         channels = vision.get("in_channels", vision.get("in_chans", 3))
         if (numbers := channels * vision.get("temporal_patch_size", 2) * side**2) != PATCH_NUMBERS:
             reasons.append(
-                f"it takes patches of {PATCH_NUMBERS} numbers (vision_config.patch_size 14), not of {numbers} (patch_size {side})"
+                f"it takes patches of {PATCH_NUMBERS} numbers (vision_config.patch_size 14), not "
+                f"of {numbers} (patch_size {side})"
             )
     elif family == "qwen3_vl_moe":
         deepstack = vision.get("deepstack_visual_indexes", [8, 16, 24])
         if len(deepstack) != DEEPSTACK_LAYERS:
             reasons.append(
-                f"it adds {DEEPSTACK_LAYERS} deepstack layers, and vision_config.deepstack_visual_indexes is {deepstack}"
+                f"it adds {DEEPSTACK_LAYERS} deepstack layers, and "
+                f"vision_config.deepstack_visual_indexes is {deepstack}"
             )
         dense, step = text.get("mlp_only_layers"), text.get("decoder_sparse_step", 1)
         if dense or step != 1:
             reasons.append(
-                f"it gives every layer experts, and text_config.mlp_only_layers is {dense}, decoder_sparse_step {step}"
+                f"it gives every layer experts, and text_config.mlp_only_layers is {dense}, "
+                f"decoder_sparse_step {step}"
             )
     elif family in ("qwen3_5", "qwen3_5_moe"):
         if on_cpu:
             reasons.append("its gated delta nets are Triton kernels, which need a GPU")
         if not _regular(kinds := text.get("layer_types") or []):
-            reasons.append(f"it wants every n-th layer to attend to all tokens, and text_config.layer_types is {kinds}")
+            reasons.append(
+                "it wants every n-th layer to attend to all tokens, and text_config.layer_types "
+                f"is {kinds}"
+            )
     for reason in reasons:
         yield f"SGLang can't run this {family}: {reason}; set rollout.rollout_backend=torch"
 
@@ -55,5 +61,7 @@ def _regular(layer_types: list[str]) -> bool:
     """Return whether, for some n, every n-th layer and no other attends to all tokens."""
     # Fewer than n layers may follow the last full-attention layer.
     n = (*layer_types, "full_attention").index("full_attention") + 1
-    expected = [("linear_attention", "full_attention")[(i + 1) % n == 0] for i in range(len(layer_types))]
+    expected = [
+        ("linear_attention", "full_attention")[(i + 1) % n == 0] for i in range(len(layer_types))
+    ]
     return layer_types == expected and n <= max(1, len(layer_types))

@@ -94,7 +94,9 @@ class SglangEngine:
         shapes = weight_shapes(config, family, settings.trust_remote_code)
         for name, shape in shapes.items():
             weight = torch.empty(shape, device="meta")
-            engine_shapes = {part: tuple(value.shape) for part, value in family.engine_names(name, weight)}
+            engine_shapes = {
+                part: tuple(value.shape) for part, value in family.engine_names(name, weight)
+            }
             self.shapes |= engine_shapes
             if part_of(name, family) != "language_model":
                 self.tower_weights |= engine_shapes.keys()
@@ -103,11 +105,15 @@ class SglangEngine:
             image_token_id = config.image_token_id
             merge_size = config.vision_config.spatial_merge_size
         mixture = family.mixture(config) if settings.report_routes else None
-        self.requests = Requests(settings, pixels, banned, image_token_id, merge_size, mixture, request_timeout_s)
+        self.requests = Requests(
+            settings, pixels, banned, image_token_id, merge_size, mixture, request_timeout_s
+        )
         kv_tokens = 0
         if settings.device == "cpu":
             state = family.decode_state(config)
-            kv_tokens = settings.kv_tokens_that_fit(state.token_bytes(settings.dtype), state.row_bytes())
+            kv_tokens = settings.kv_tokens_that_fit(
+                state.token_bytes(settings.dtype), state.row_bytes()
+            )
         os.environ.update(settings.environment())
         arguments = settings.server_arguments(kv_tokens, family.engine_config(config))
         model = None
@@ -121,9 +127,15 @@ class SglangEngine:
         # SGLang only logs a failed import of our processor, and then uses its own.
         if family.vision_tower and not processor.__module__.startswith(PROCESSORS):
             self.close()
-            raise EngineDied(f"SGLang would process images by {processor.__module__}, not by {PROCESSORS}")
+            raise EngineDied(
+                f"SGLang would process images by {processor.__module__}, not by {PROCESSORS}"
+            )
         if model is not None:
-            weights = (part for name, p in model.named_parameters() for part in family.engine_names(name, p.detach()))
+            weights = (
+                part
+                for name, p in model.named_parameters()
+                for part in family.engine_names(name, p.detach())
+            )
             self.load_weights(map(dict, group_by_size(weights)), version=0)
 
     def _checked_config(self, family: Family) -> Any:
@@ -137,15 +149,19 @@ class SglangEngine:
                 "(torch_native)"
             )
         require_sglang()
-        config = AutoConfig.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            settings.model_path, trust_remote_code=settings.trust_remote_code
+        )
         if config.model_type != family.model_type:
             raise ValueError(
-                f"rollout.model.model_type: {family.model_type!r}, but {settings.model_path} holds a {config.model_type!r}"
+                f"rollout.model.model_type: {family.model_type!r}, but {settings.model_path} holds "
+                f"a {config.model_type!r}"
             )
         limit = config.get_text_config().max_position_embeddings
         if settings.context_length > limit:
             raise ValueError(
-                f"a context of {settings.context_length} tokens: the model at {settings.model_path} was made for {limit}"
+                f"a context of {settings.context_length} tokens: the model at "
+                f"{settings.model_path} was made for {limit}"
             )
         if reasons := list(refusals(config.to_dict(), settings.device == "cpu")):
             raise ValueError("; ".join(reasons))
@@ -158,7 +174,9 @@ class SglangEngine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        assert not self.released_tags, f"asked to generate while its memory is released: {sorted(self.released_tags)}"
+        assert not self.released_tags, (
+            f"asked to generate while its memory is released: {sorted(self.released_tags)}"
+        )
         futures = [self.host.run(self.requests.complete, request) for request in requests]
         self._unanswered.update(futures)
         for future in futures:
@@ -174,7 +192,10 @@ class SglangEngine:
 
         It reports every few decoding steps, and when idle.
         """
-        return sum(load.total_prefill_uncached_tokens for load in self.host.manager.load_snapshot_reader.read_all())
+        return sum(
+            load.total_prefill_uncached_tokens
+            for load in self.host.manager.load_snapshot_reader.read_all()
+        )
 
     def end_sessions(self, names: Sequence[str]) -> None:
         """Forget these sessions. SGLang's prefix cache finds common prefixes and evicts them by
@@ -183,16 +204,24 @@ class SglangEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
-        def fields(bucket: Mapping[str, torch.Tensor | Patch]) -> tuple[Iterable[str], dict[str, Any]]:
-            full_weights = {name: value for name, value in bucket.items() if isinstance(value, torch.Tensor)}
+    def load_weights(
+        self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int
+    ) -> None:
+        def fields(
+            bucket: Mapping[str, torch.Tensor | Patch],
+        ) -> tuple[Iterable[str], dict[str, Any]]:
+            full_weights = {
+                name: value for name, value in bucket.items() if isinstance(value, torch.Tensor)
+            }
             masked_weights = {
                 part: weight
                 for name, patch in bucket.items()
                 if isinstance(patch, Patch)
                 for part, weight in self.engine_names(name, patch.masked(self.settings.device))
             }
-            assert not (full_weights and masked_weights), "a bucket has whole weights, or changes of weights"
+            assert not (full_weights and masked_weights), (
+                "a bucket has whole weights, or changes of weights"
+            )
             weights = full_weights or masked_weights
             self._check_fits((name, tuple(value.shape)) for name, value in weights.items())
             make_fields = messages.masked_fields if masked_weights else messages.bucket_fields
@@ -221,7 +250,9 @@ class SglangEngine:
         assert self._weight_group, "no weight group was joined"
         for label in labels:  # before anything is sent
             self._check_fits((name, shape) for name, _, shape in label.entries)
-        fields = ((label.names, messages.label_fields(label, self._weight_group)) for label in labels)
+        fields = (
+            (label.names, messages.label_fields(label, self._weight_group)) for label in labels
+        )
         self._update("update_weights_from_distributed", fields, version)
 
     def fingerprint(self, names: Sequence[str]) -> None:
@@ -233,12 +264,18 @@ class SglangEngine:
         for name, shape in shapes:
             engine_shape = self.shapes.get(name, "no such weight")
             if engine_shape != shape:
-                raise ValueError(f"weight {name!r} {shape} does not fit the engine's ({engine_shape})")
+                raise ValueError(
+                    f"weight {name!r} {shape} does not fit the engine's ({engine_shape})"
+                )
 
-    def _update(self, operation: str, buckets: Iterable[tuple[Iterable[str], dict[str, Any]]], version: int) -> None:
+    def _update(
+        self, operation: str, buckets: Iterable[tuple[Iterable[str], dict[str, Any]]], version: int
+    ) -> None:
         """Run SGLang's `operation` for each bucket (names, fields of its message), between two
         decoding steps."""
-        assert "weights" not in self.released_tags, "asked to load weights while their memory is released"
+        assert "weights" not in self.released_tags, (
+            "asked to load weights while their memory is released"
+        )
         common: dict[str, Any] = {"load_format": "flattened_bucket", "flush_cache": False}
         common["weight_version"] = str(version)
         with self._control:
@@ -295,7 +332,10 @@ class SglangEngine:
                 deadline = time.monotonic() + 10
                 while not self.host.run(self.host.manager.flush_cache).result().success:
                     if time.monotonic() > deadline:  # an aborted request takes a moment to leave
-                        raise RuntimeError("SGLang did not become idle within 10 s, so its memory can't be released")
+                        raise RuntimeError(
+                            "SGLang did not become idle within 10 s, so its memory can't be "
+                            "released"
+                        )
                     time.sleep(0.1)
                 self.host.call("release_memory_occupation", tags=unreleased)
                 self.released_tags |= set(unreleased)

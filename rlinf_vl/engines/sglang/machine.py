@@ -38,10 +38,13 @@ def require_sglang() -> None:
     try:
         installed = version("sglang")
     except PackageNotFoundError:
-        raise ImportError(f"rollout.rollout_backend: sglang is not installed here; {remedy}") from None
+        raise ImportError(
+            f"rollout.rollout_backend: sglang is not installed here; {remedy}"
+        ) from None
     if Version(installed) < Version(OLDEST):
         raise ImportError(
-            f"rollout.rollout_backend: sglang {installed} is installed here, and {OLDEST} or newer is needed; {remedy}"
+            f"rollout.rollout_backend: sglang {installed} is installed here, and {OLDEST} or newer "
+            f"is needed; {remedy}"
         )
 
 
@@ -91,12 +94,16 @@ def cuda_environment(shared_gpu: bool) -> dict[str, str]:
     """
     environment = {"PATH": _path()}
     if folder := cudart_folder():
-        environment["LD_LIBRARY_PATH"] = _prepend(str(folder), os.environ.get("LD_LIBRARY_PATH", ""))
+        environment["LD_LIBRARY_PATH"] = _prepend(
+            str(folder), os.environ.get("LD_LIBRARY_PATH", "")
+        )
     if shared_gpu:
         environment["TMS_RETAIN_CPU_BACKUP"] = os.environ.get("TMS_RETAIN_CPU_BACKUP", "1")
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if value := os.environ.get(name):
-                environment[name] = re.sub(r"(expandable_segments\s*:\s*)true", r"\1False", value, flags=re.IGNORECASE)
+                environment[name] = re.sub(
+                    r"(expandable_segments\s*:\s*)true", r"\1False", value, flags=re.IGNORECASE
+                )
     return environment
 
 
@@ -136,10 +143,13 @@ def missing_tools() -> list[str]:
         "name its folder with CUDA_HOME=/usr/local/cuda-13.0"
     )
     if release is None:
-        missing.append(f"nvcc, with which SGLang compiles kernels on first use, is not at {nvcc}; {remedy}")
+        missing.append(
+            f"nvcc, with which SGLang compiles kernels on first use, is not at {nvcc}; {remedy}"
+        )
     elif int(release.split(".")[0]) != CUDA_MAJOR:
         missing.append(
-            f"nvcc {release} at {nvcc}: SGLang's kernels want CUDA {CUDA_MAJOR}, as its torch was built with; {remedy}"
+            f"nvcc {release} at {nvcc}: SGLang's kernels want CUDA {CUDA_MAJOR}, as its torch was "
+            f"built with; {remedy}"
         )
     return missing
 

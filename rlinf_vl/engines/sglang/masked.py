@@ -31,7 +31,9 @@ def message(entries: tuple[Entry, ...], flat: torch.Tensor) -> list[tuple[str, t
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Load the weights of a `message` into the model, leaving its values wherever they are NaN."""
     ((entries, flat),) = named_tensors
-    label = Label(entries=tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(entries)))
+    label = Label(
+        entries=tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(entries))
+    )
     with _Masked(model):
         model.load_weights(list(label.views(flat).items()))
 
@@ -46,7 +48,10 @@ class _Masked(TorchDispatchMode):
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
+        if (
+            func is torch.ops.aten.copy_.default
+            and args[0].untyped_storage().data_ptr() in self._storages
+        ):
             target, source = args[0], args[1].to(args[0].device)
             merged = torch.where(source.isnan(), target, source.to(target.dtype))
             return func(target, merged, *args[2:], **(kwargs or {}))

@@ -57,7 +57,9 @@ class SentImage:
     identity: bytes
 
 
-def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> list[tuple[int, int]]:
+def placeholder_runs(
+    request: Request, image_token_id: int, merge_size: int
+) -> list[tuple[int, int]]:
     """Return the first and last position of each image's placeholders in the ids.
 
     Raises:
@@ -69,7 +71,9 @@ def placeholder_runs(request: Request, image_token_id: int, merge_size: int) -> 
     edges = np.flatnonzero(np.diff(image_ids)).reshape(-1, 2)
     description = f"a request of {len(request.ids)} ids with {len(request.images)} images"
     if len(edges) != len(request.images):
-        raise ValueError(f"{description} has {len(edges)} runs of image placeholders (id {image_token_id})")
+        raise ValueError(
+            f"{description} has {len(edges)} runs of image placeholders (id {image_token_id})"
+        )
     runs = [(int(first), int(end) - 1) for first, end in edges]
     for i, ((first, last), grid) in enumerate(zip(runs, request.image_grids.tolist(), strict=True)):
         expected = grid[0] * grid[1] * grid[2] // merge_size**2
@@ -93,7 +97,12 @@ def sent_images(
         tower: version number of the vision tower's weights.
     """
     return [
-        SentImage(image_patches, tuple(grid), run, hashlib.sha256(f"{image.hash} {tower}".encode()).digest())
+        SentImage(
+            image_patches,
+            tuple(grid),
+            run,
+            hashlib.sha256(f"{image.hash} {tower}".encode()).digest(),
+        )
         for image, grid, run, image_patches in zip(
             request.images, request.image_grids.tolist(), runs, patches, strict=True
         )
@@ -101,7 +110,11 @@ def sent_images(
 
 
 def as_sample(
-    output: dict[str, Any], stop_ids: Sequence[int], prompt: int, mixture: Mixture | None, interrupted: bool = False
+    output: dict[str, Any],
+    stop_ids: Sequence[int],
+    prompt: int,
+    mixture: Mixture | None,
+    interrupted: bool = False,
 ) -> Sample:
     """Convert one of SGLang's outputs.
 
@@ -115,16 +128,24 @@ def as_sample(
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs") or []
     ids = np.asarray(output["output_ids"], np.int32)
-    assert ids.tolist() == [entry[1] for entry in scored], "ids and logprobs of a sample are not aligned"
+    assert ids.tolist() == [entry[1] for entry in scored], (
+        "ids and logprobs of a sample are not aligned"
+    )
     versions = np.full(len(ids), -1, np.int32)
     for span in meta.get("weight_versions") or ():
         versions[span["start"] : span["end"]] = int(span["version"])
-    assert (versions >= 0).all(), f"SGLang did not say which weights sampled each token: {meta.get('weight_versions')}"
+    assert (versions >= 0).all(), (
+        f"SGLang did not say which weights sampled each token: {meta.get('weight_versions')}"
+    )
     reason = meta["finish_reason"]["type"]
     if reason == "length" and len(ids) and int(ids[-1]) in stop_ids:
         reason = "stop"
     logprobs = np.asarray([entry[0] for entry in scored], np.float32)
-    routes = None if mixture is None else routes_of(meta.get("routed_experts"), prompt + len(ids), mixture)
+    routes = (
+        None
+        if mixture is None
+        else routes_of(meta.get("routed_experts"), prompt + len(ids), mixture)
+    )
     if reason not in ("stop", "length") and not (reason == "abort" and interrupted):
         reason = "error"
     return Sample(ids, logprobs, versions, reason, routes=routes)
@@ -153,7 +174,9 @@ def routes_of(encoded: str | None, tokens: int, mixture: Mixture) -> np.ndarray:
     model, k], for all tokens but the last, whose routes are zeros."""
     routes = np.zeros((tokens, len(mixture.layers) * mixture.top_k), mixture.dtype)
     if encoded is not None:
-        reported = np.frombuffer(base64.b64decode(encoded), np.int32).reshape(tokens - 1, -1, mixture.top_k)
+        reported = np.frombuffer(base64.b64decode(encoded), np.int32).reshape(
+            tokens - 1, -1, mixture.top_k
+        )
         routes[:-1] = reported[:, list(mixture.layers)].reshape(tokens - 1, -1)
     return routes
 
@@ -166,7 +189,11 @@ def bucket_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, An
 
     flat = FlattenedTensorBucket(named_tensors=list(bucket.items()))
     content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-    return {"serialized_named_tensors": [MultiprocessingSerializer.serialize(content) for _ in range(tp_size)]}
+    return {
+        "serialized_named_tensors": [
+            MultiprocessingSerializer.serialize(content) for _ in range(tp_size)
+        ]
+    }
 
 
 def masked_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, Any]:
@@ -183,4 +210,9 @@ def label_fields(label: Label, group: str) -> dict[str, Any]:
     """Return the fields of an `UpdateWeightsFromDistributedReqInput` that announces the bucket's
     broadcast in `group`."""
     names, dtypes, shapes = (list(column) for column in zip(*label.entries, strict=True))
-    return {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes], "group_name": group}
+    return {
+        "names": names,
+        "dtypes": dtypes,
+        "shapes": [list(shape) for shape in shapes],
+        "group_name": group,
+    }

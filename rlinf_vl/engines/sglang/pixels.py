@@ -41,7 +41,9 @@ def map_patches(path: str, offset: int, shape: tuple[int, int]) -> torch.Tensor:
     """
     n = shape[0] * shape[1]
     with open(path, "rb") as file:
-        pages = mmap.mmap(file.fileno(), n * torch.float32.itemsize, offset=offset, access=mmap.ACCESS_COPY)
+        pages = mmap.mmap(
+            file.fileno(), n * torch.float32.itemsize, offset=offset, access=mmap.ACCESS_COPY
+        )
     return torch.frombuffer(pages, dtype=torch.float32, count=n).reshape(shape)
 
 
@@ -63,7 +65,9 @@ class PixelFiles:
     One thread calls `hold`, any thread `release`.
     """
 
-    def __init__(self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29, files: int = 8) -> None:
+    def __init__(
+        self, pixels: Callable[[ImageRef], np.ndarray], max_bytes: int = 2**29, files: int = 8
+    ) -> None:
         """Make an empty store.
 
         Args:

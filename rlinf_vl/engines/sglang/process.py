@@ -58,11 +58,15 @@ class Host:
         self._closing = asyncio.Event()
         self._answering: set[asyncio.Task[Any]] = set()
         ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(arguments, ready), name="sglang-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(arguments, ready), name="sglang-engine", daemon=True
+        )
         self._thread.start()
         ready.result()
 
-    def run(self, operation: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Future[Any]:
+    def run(
+        self, operation: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any
+    ) -> Future[Any]:
         """Start a coroutine function on the loop, from any thread.
 
         Cancelling the future cancels the coroutine. When the engine ends, the future fails with
@@ -110,7 +114,9 @@ class Host:
             self._thread.join()
         self.processes.kill()
 
-    async def _or_end(self, operation: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
+    async def _or_end(
+        self, operation: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any
+    ) -> Any:
         """Await the operation, or raise `end` when the engine ends before it is done."""
         if self.end:
             raise self.end
@@ -254,7 +260,10 @@ def _process_settings_restored() -> Iterator[None]:
     start method of multiprocessing. Of SGLang's log messages only errors are shown."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    policy, method = asyncio.get_event_loop_policy(), multiprocessing.get_start_method(allow_none=True)
+    policy, method = (
+        asyncio.get_event_loop_policy(),
+        multiprocessing.get_start_method(allow_none=True),
+    )
     logging.getLogger("sglang").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -105,7 +105,9 @@ class Requests:
         async with self._room:
             limit = QUEUE_FACTOR * self.settings.max_running
             # A request above the limit is sent alone.
-            await self._room.wait_for(lambda: not self.paused and (not self.in_flight or self.in_flight + n <= limit))
+            await self._room.wait_for(
+                lambda: not self.paused and (not self.in_flight or self.in_flight + n <= limit)
+            )
             self.in_flight += n
         try:
             holding = self._preparing.submit(self.pixels.hold, request.images)
@@ -161,7 +163,8 @@ class Requests:
         if not self.settings.keep_kv:
             return self.updates
         return min(
-            (self.session_updates.setdefault(name, self.updates) for name in request.sessions), default=self.updates
+            (self.session_updates.setdefault(name, self.updates) for name in request.sessions),
+            default=self.updates,
         )
 
     async def _notify_waiting(self) -> None:
@@ -183,9 +186,13 @@ class Requests:
         self, request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches]
     ) -> Completion:
         """Draw all samples of a request. Those that an update interrupts are continued after it."""
-        not_begun = Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
+        not_begun = Sample(
+            np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort"
+        )
         samples = [not_begun] * len(request.seeds)
-        while unfinished := [i for i, sample in enumerate(samples) if sample.finish_reason == "abort"]:
+        while unfinished := [
+            i for i, sample in enumerate(samples) if sample.finish_reason == "abort"
+        ]:
             samples_and_seeds = [(samples[i], request.seeds[i]) for i in unfinished]
             generate = partial(self._generate, request, runs, patches)
             continuations = await self._draw(request, samples_and_seeds, generate)
@@ -194,7 +201,10 @@ class Requests:
         return Completion(tuple(samples))
 
     async def _draw(
-        self, request: Request, samples_and_seeds: Sequence[tuple[Sample, int]], generate: Callable[..., Any]
+        self,
+        request: Request,
+        samples_and_seeds: Sequence[tuple[Sample, int]],
+        generate: Callable[..., Any],
     ) -> list[Sample]:
         """Draw the continuations of these samples, each with its seed.
 
@@ -261,6 +271,8 @@ class Requests:
         assert len(outputs) == sampling.get("n", 1), (len(outputs), sampling)
         interrupted = parks_before != self._parks
         return [
-            messages.as_sample(output, request.sampling.stop_ids, len(ids), self.mixture, interrupted)
+            messages.as_sample(
+                output, request.sampling.stop_ids, len(ids), self.mixture, interrupted
+            )
             for output in outputs
         ]

@@ -63,7 +63,9 @@ class Settings:
     keep_kv: bool = False
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def server_arguments(self, kv_tokens: int, model_config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def server_arguments(
+        self, kv_tokens: int, model_config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return arguments of SGLang's `ServerArgs` (0.5.23), by its own names.
 
         Args:
@@ -152,9 +154,13 @@ class Settings:
 
         Raises ValueError if not one sample fits.
         """
-        cache_bytes = psutil.virtual_memory().available * self.memory_share - self.max_running * row_bytes
+        cache_bytes = (
+            psutil.virtual_memory().available * self.memory_share - self.max_running * row_bytes
+        )
         fit = int(cache_bytes / token_bytes)
         longest = self.context_length + CONTEXT_SLACK
         if fit < longest:
-            raise ValueError(f"free memory holds a KV cache of {fit} tokens, one sample can have {longest}")
+            raise ValueError(
+                f"free memory holds a KV cache of {fit} tokens, one sample can have {longest}"
+            )
         return min(self.max_running * longest, fit)

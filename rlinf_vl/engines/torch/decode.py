@@ -32,7 +32,9 @@ class DecodeCache:
 
     def __init__(self, state: DecodeState, dtype: torch.dtype, device: torch.device) -> None:
         def empty_pages(page_tokens: int) -> Pages:
-            return Pages(state.kv_layers, state.kv_heads, state.head_dim, dtype, device, page_tokens)
+            return Pages(
+                state.kv_layers, state.kv_heads, state.head_dim, dtype, device, page_tokens
+            )
 
         def no_states(shape: Sequence[int], state_dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(0, *shape, dtype=state_dtype, device=device)
@@ -78,7 +80,9 @@ class DecodeCache:
         self.prompts.fill(np.arange(first_prompt, first_prompt + len(prompts)), tokens, prompts)
         for layer, old_states in self.states.items():
             new_states = [x.repeat_interleave(row_counts, dim=0) for x in states[layer]]
-            self.states[layer] = [torch.cat(pair) for pair in zip(old_states, new_states, strict=True)]
+            self.states[layer] = [
+                torch.cat(pair) for pair in zip(old_states, new_states, strict=True)
+            ]
         first_row = len(self.continuations.lengths)
         self.continuations.add(len(groups))
         continued = [i for i, n in enumerate(lengths) if len(sequences[i]) > n]
@@ -109,7 +113,9 @@ class DecodeCache:
             for row_states, new_states in zip(layer_states, states[layer], strict=True):
                 row_states[rows] = new_states
 
-    def copy_tokens(self, rows: Sequence[int], starts: Sequence[int], sampled: Sequence[int]) -> list[torch.Tensor]:
+    def copy_tokens(
+        self, rows: Sequence[int], starts: Sequence[int], sampled: Sequence[int]
+    ) -> list[torch.Tensor]:
         """Copy keys and values [L, 2, ·, H_kv, D] of these rows: of the prompt from token
         `starts[i]` on, then of the first `sampled[i]` tokens of the row's own."""
         groups = self.group[torch.tensor(rows, dtype=torch.int64, device=self.device)].tolist()
@@ -145,7 +151,9 @@ class DecodeCache:
         self.continuations.begin_step()
         self.prompts.update_device_table()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """Store the newest tokens, k and v [S, H_kv, 1, D], and attend with their q [S, H, 1, D] →
         [S, 1, H, D]."""
         rows, heads, _, dim = q.shape
@@ -154,7 +162,9 @@ class DecodeCache:
         out = merge_and_normalise(over_continuations, self._over_prompts(layer, q, scaling))
         return out.to(v.dtype).reshape(rows, 1, heads, dim)
 
-    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
         """Advance the states by the newest tokens: qkv [S, 1, C], g and beta [S, 1, Hv] → [S, 1,
         Hv, dv]."""
         return delta_step(qkv[:, 0], g[:, 0], beta[:, 0], mixer, *self.states[layer]).unsqueeze(1)

@@ -107,7 +107,9 @@ class TorchEngine:
         self._progress = time.monotonic()
         # One step may take minutes on a CPU. A layer doesn't, so each layer that begins is
         # progress.
-        for modules in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:
+        for modules in [
+            module for module in model.modules() if isinstance(module, torch.nn.ModuleList)
+        ]:
             for layer in modules:
                 layer.register_forward_pre_hook(self._note_progress)
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -120,7 +122,9 @@ class TorchEngine:
         return self.batch.prefilled_tokens
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        assert not self.released_tags, f"asked to generate while its memory is released: {sorted(self.released_tags)}"
+        assert not self.released_tags, (
+            f"asked to generate while its memory is released: {sorted(self.released_tags)}"
+        )
         pending = [Pending(request) for request in requests]
         self.sessions.begin(name for request in requests for name in request.sessions)
         with self._wake:
@@ -137,17 +141,24 @@ class TorchEngine:
     def end_sessions(self, names: Sequence[str]) -> None:
         self.sessions.end(names)
 
-    def load_weights(self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int) -> None:
-        assert "weights" not in self.released_tags, "asked to load weights while their memory is released"
+    def load_weights(
+        self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int
+    ) -> None:
+        assert "weights" not in self.released_tags, (
+            "asked to load weights while their memory is released"
+        )
         with self._between_steps(), torch.no_grad():
             self._update_incomplete = True
             weights = dict(self.model.named_parameters())
             for bucket in buckets:
                 for name, value in bucket.items():
                     if name not in weights or weights[name].shape != value.shape:
-                        engine_shape = tuple(weights[name].shape) if name in weights else "no such weight"
+                        engine_shape = (
+                            tuple(weights[name].shape) if name in weights else "no such weight"
+                        )
                         raise ValueError(
-                            f"weight {name!r} {tuple(value.shape)} does not fit the engine's ({engine_shape})"
+                            f"weight {name!r} {tuple(value.shape)} does not fit the engine's "
+                            f"({engine_shape})"
                         )
                     if isinstance(value, Patch):
                         value.apply(weights[name])
@@ -195,7 +206,9 @@ class TorchEngine:
         with self._between_steps():
             self.batch.finish_cancelled()
             waiting = [p for p in self.waiting if not p.future.cancelled()]
-            assert all(row.done for row in self.batch.rows) and not waiting, "memory is released between rollouts only"
+            assert all(row.done for row in self.batch.rows) and not waiting, (
+                "memory is released between rollouts only"
+            )
             if "kv_cache" in tags:
                 self.batch.clear()
                 self.sessions.clear()
@@ -219,7 +232,9 @@ class TorchEngine:
         idle_s = time.monotonic() - self._progress
         wedged = idle_s > timeout_s and (self._stepping or self._may_step())
         if wedged:
-            log.warning("the torch engine has made no progress for %.0f s, though it has requests", idle_s)
+            log.warning(
+                "the torch engine has made no progress for %.0f s, though it has requests", idle_s
+            )
         return not wedged
 
     def close(self) -> None:
@@ -335,7 +350,9 @@ class TorchEngine:
             try:
                 cached_images = len(prefix.images) if prefix else 0
                 pending.patches = self.batch.patches(request.images[cached_images:], self.pixels)
-            except Exception as e:  # an image that can't be decoded is its request's error, nobody else's
+            except (
+                Exception
+            ) as e:  # an image that can't be decoded is its request's error, nobody else's
                 if pending.future.set_running_or_notify_cancel():
                     pending.future.set_exception(e)
                 continue

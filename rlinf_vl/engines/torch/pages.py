@@ -29,7 +29,13 @@ class Pages:
     """
 
     def __init__(
-        self, layers: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, size: int
+        self,
+        layers: Sequence[int],
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        size: int,
     ) -> None:
         """Make an empty pool. `size`: tokens of a page."""
         self.size = size
@@ -38,8 +44,12 @@ class Pages:
         self._layer_index = {layer: i for i, layer in enumerate(layers)}
         # Keys are [L, pages, H_kv, D, size], values [L, pages, H_kv, size, D]: on a CPU attention's
         # products are twice as fast where the keys of a page lie side by side.
-        self._keys = torch.zeros(len(layers), 0, kv_heads, head_dim, size, dtype=dtype, device=device)
-        self._values = torch.zeros(len(layers), 0, kv_heads, size, head_dim, dtype=dtype, device=device)
+        self._keys = torch.zeros(
+            len(layers), 0, kv_heads, head_dim, size, dtype=dtype, device=device
+        )
+        self._values = torch.zeros(
+            len(layers), 0, kv_heads, size, head_dim, dtype=dtype, device=device
+        )
         self._table = np.full((0, 1), -1)  # [S, K]: the pages of each row in order, then -1
         self._free = np.zeros(0, np.int64)  # free pages, ascending
         self._table_changed = True  # since the tensors below were made from it
@@ -65,7 +75,9 @@ class Pages:
         self._table = np.concatenate([self._table, np.full((rows, self._table.shape[1]), -1)])
         self._table_changed = True
 
-    def fill(self, rows: np.ndarray, tokens: torch.Tensor, row_tokens: Sequence[torch.Tensor]) -> None:
+    def fill(
+        self, rows: np.ndarray, tokens: torch.Tensor, row_tokens: Sequence[torch.Tensor]
+    ) -> None:
         """Fill empty rows.
 
         Args:
@@ -89,7 +101,9 @@ class Pages:
             for indices, count in zip(row_tokens, counts, strict=True)
         ]
         page_indices = torch.from_numpy(pages).to(self._device)
-        keys, values = tokens.index_select(2, torch.cat(padded)).unflatten(2, (-1, self.size)).unbind(1)
+        keys, values = (
+            tokens.index_select(2, torch.cat(padded)).unflatten(2, (-1, self.size)).unbind(1)
+        )
         self._keys.index_copy_(1, page_indices, keys.permute(0, 1, 3, 4, 2))
         self._values.index_copy_(1, page_indices, values.transpose(2, 3))
         self._table_changed = True
@@ -106,13 +120,20 @@ class Pages:
         self._free = np.setdiff1d(np.arange(self._capacity), pages)
         self._table_changed = True
 
-    def read(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Sequence[torch.Tensor]:
+    def read(
+        self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+    ) -> Sequence[torch.Tensor]:
         """Return keys and values [L, 2, ends[i] - starts[i], H_kv, D] of tokens `starts[i]` …
         `ends[i]` (exclusive) of each of these rows."""
         positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-        pages = [self._table[row, tokens // self.size] for row, tokens in zip(rows, positions, strict=True)]
+        pages = [
+            self._table[row, tokens // self.size]
+            for row, tokens in zip(rows, positions, strict=True)
+        ]
         offsets = [tokens % self.size for tokens in positions]
-        page, offset = (torch.from_numpy(np.concatenate(x)).to(self._device) for x in (pages, offsets))
+        page, offset = (
+            torch.from_numpy(np.concatenate(x)).to(self._device) for x in (pages, offsets)
+        )
         # Advanced indices apart from each other put their dimension first: both are [·, L, H_kv,
         # D].
         keys, values = self._keys[:, page, :, :, offset], self._values[:, page, :, offset]
@@ -141,7 +162,9 @@ class Pages:
         if self._table_changed:
             self._upload_table()
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Partial:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> Partial:
         """Store the newest token of each row, k and v [S, H_kv, D], and attend with q [S, H_kv,
         repeat, D] to all tokens of its row."""
         layer_index = self._layer_index[layer]
@@ -154,7 +177,9 @@ class Pages:
         layer_index = self._layer_index[layer]
         keys = self._keys[layer_index, : self._used, :, :, : self._width].transpose(-1, -2)
         values = self._values[layer_index, : self._used, :, : self._width]
-        of_pages = partial(q if self._one_page_each else q[self._owner], keys, values, self._mask, scaling)
+        of_pages = partial(
+            q if self._one_page_each else q[self._owner], keys, values, self._mask, scaling
+        )
         if self._one_page_each:
             return of_pages
         of_rows = Partial(*(x[self._first] for x in of_pages))
@@ -196,14 +221,18 @@ class Pages:
     def _widen_table(self, pages: int) -> None:
         """Give the table columns for at least `pages` pages a row."""
         if (columns := pages - self._table.shape[1]) > 0:
-            self._table = np.concatenate([self._table, np.full((len(self._table), columns), -1)], axis=1)
+            self._table = np.concatenate(
+                [self._table, np.full((len(self._table), columns), -1)], axis=1
+            )
 
     def _mask_unused_slots(self) -> None:
         """Mask the page slots behind the end of their row."""
         self._width = min(self.size, int(self.lengths.max(initial=0)))
         filled = self._row_lengths[self._owner] - self._start
         beyond = torch.arange(self._width, device=self._device) >= filled[:, None]
-        self._mask = torch.zeros(beyond.shape, device=self._device).masked_fill_(beyond, -torch.inf)[:, None, None]
+        self._mask = torch.zeros(beyond.shape, device=self._device).masked_fill_(
+            beyond, -torch.inf
+        )[:, None, None]
 
     def _upload_table(self) -> None:
         """Rebuild the tensors on the device from the table."""

@@ -44,12 +44,23 @@ def prefill(
         all keys and values).
     """
     starts = [len(prefix.ids) if prefix else 0 for prefix in prefixes]
-    ids = np.concatenate([r.ids[n:] for r, n in zip(requests, starts, strict=True)]).astype(np.int64)
-    positions = [family.positions(r.ids.astype(np.int64), image_token_id, r.image_grids, merge_size) for r in requests]
-    image_positions = None if features is None else on_device(np.flatnonzero(ids == image_token_id), device)
+    ids = np.concatenate([r.ids[n:] for r, n in zip(requests, starts, strict=True)]).astype(
+        np.int64
+    )
+    positions = [
+        family.positions(r.ids.astype(np.int64), image_token_id, r.image_grids, merge_size)
+        for r in requests
+    ]
+    image_positions = (
+        None if features is None else on_device(np.flatnonzero(ids == image_token_id), device)
+    )
     lengths = [len(r.ids) - n for r, n in zip(requests, starts, strict=True)]
-    context = PrefillAttention(family.decode_state(model.config), prefixes, lengths, model.dtype, device)
-    new_positions = np.concatenate([p[:, n:] for p, n in zip(positions, starts, strict=True)], axis=1)
+    context = PrefillAttention(
+        family.decode_state(model.config), prefixes, lengths, model.dtype, device
+    )
+    new_positions = np.concatenate(
+        [p[:, n:] for p, n in zip(positions, starts, strict=True)], axis=1
+    )
     hidden = hidden_states(
         model,
         family,
@@ -91,10 +102,16 @@ class PrefillAttention:
         self.lengths = list(lengths)
         self._n_cached = sum(self._cached_lengths)
         self._number = {layer: i for i, layer in enumerate(state.kv_layers)}
-        assert all(self._cached_lengths[n_without_prefix:]) and not any(self._cached_lengths[:n_without_prefix]), (
-            "sequences with a prefix come last"
+        assert all(self._cached_lengths[n_without_prefix:]) and not any(
+            self._cached_lengths[:n_without_prefix]
+        ), "sequences with a prefix come last"
+        shape = (
+            len(state.kv_layers),
+            2,
+            self._n_cached + sum(lengths),
+            state.kv_heads,
+            state.head_dim,
         )
-        shape = (len(state.kv_layers), 2, self._n_cached + sum(lengths), state.kv_heads, state.head_dim)
         self.tokens = torch.empty(shape, dtype=dtype, device=device)
         make_kernel = kernel_for(device, dtype)
         cu_seqlens = np.cumsum([0, *lengths])
@@ -104,7 +121,9 @@ class PrefillAttention:
         self._initial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._continued = slice(int(cu_seqlens[n_without_prefix]), int(cu_seqlens[-1]))
         if self._n_cached:
-            token_parts = [part for prefix in prefixes if prefix is not None for part in prefix.parts]
+            token_parts = [
+                part for prefix in prefixes if prefix is not None for part in prefix.parts
+            ]
             self.tokens[:, :, : self._n_cached] = torch.cat(token_parts, dim=2)
             cu_q = cu_seqlens[n_without_prefix:] - cu_seqlens[n_without_prefix]
             self._over_cached = make_kernel(
@@ -118,7 +137,9 @@ class PrefillAttention:
             pairs = zip(padded[::2], padded[1::2], strict=True)
             self._initial = dict(zip(state.row_shapes, pairs, strict=True))
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
         keys, values = self.tokens[self._number[layer]]
         keys[self._n_cached :], values[self._n_cached :] = k_THD, v_THD
@@ -126,11 +147,15 @@ class PrefillAttention:
         if self._n_cached:
             rows = self._continued
             cached_keys, cached_values = keys[: self._n_cached], values[: self._n_cached]
-            out_cached, lse_cached = self._over_cached.forward(q_THD[rows], cached_keys, cached_values, scaling)
+            out_cached, lse_cached = self._over_cached.forward(
+                q_THD[rows], cached_keys, cached_values, scaling
+            )
             merge(out, lse, rows, out_cached, lse_cached)
         return out.unsqueeze(0)
 
-    def mix(self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def mix(
+        self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
         assert self._delta is not None, "the family has not said that this layer is recurrent"
         initial = self._initial.get(layer)
         out, *self.states[layer] = delta_rule(qkv[0], g[0], beta[0], mixer, self._delta, initial)
@@ -140,5 +165,7 @@ class PrefillAttention:
         """Return, for each sequence, the indices in `tokens` of its cached and new tokens: int64
         [P_i]."""
         cached = torch.arange(self._n_cached, device=self.tokens.device).split(self._cached_lengths)
-        new = torch.arange(self._n_cached, self.tokens.shape[2], device=self.tokens.device).split(self.lengths)
+        new = torch.arange(self._n_cached, self.tokens.shape[2], device=self.tokens.device).split(
+            self.lengths
+        )
         return [torch.cat(pair) for pair in zip(cached, new, strict=True)]

@@ -48,14 +48,18 @@ class Row:
         if prompt is None:
             return None
         sampled = [token_routes[None] for token_routes in self.routes]
-        return np.concatenate([prompt, *sampled, np.zeros((zero_rows, prompt.shape[1]), prompt.dtype)])
+        return np.concatenate(
+            [prompt, *sampled, np.zeros((zero_rows, prompt.shape[1]), prompt.dtype)]
+        )
 
     @property
     def computed_request(self) -> Request:
         """The request with the sampled tokens behind its prompt, except the zero_rows one, which is
         not computed yet."""
         request = self.pending.request
-        return replace(request, ids=np.concatenate([request.ids, np.asarray(self.ids[:-1], np.int32)]))
+        return replace(
+            request, ids=np.concatenate([request.ids, np.asarray(self.ids[:-1], np.int32)])
+        )
 
     @property
     def length(self) -> int:
@@ -72,6 +76,13 @@ class Row:
         logprobs = np.asarray(self.logprobs, np.float32)
         versions = np.asarray(self.versions, np.int32)
         # The zero_rows token was never fed to the model, so it has no routes: a row of zeros.
-        pending.samples[self.number] = Sample(ids, logprobs, versions, reason, routes=self.routes_padded(1))
-        if len(pending.samples) == len(pending.request.seeds) and pending.future.set_running_or_notify_cancel():
-            pending.future.set_result(Completion(tuple(pending.samples[i] for i in range(len(pending.samples)))))
+        pending.samples[self.number] = Sample(
+            ids, logprobs, versions, reason, routes=self.routes_padded(1)
+        )
+        if (
+            len(pending.samples) == len(pending.request.seeds)
+            and pending.future.set_running_or_notify_cancel()
+        ):
+            pending.future.set_result(
+                Completion(tuple(pending.samples[i] for i in range(len(pending.samples))))
+            )

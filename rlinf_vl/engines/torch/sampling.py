@@ -63,7 +63,9 @@ class Sampler:
         """Return the mask, bool [S, V], of the ids that top-k and top-p leave out."""
         ordered, index = p.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered  # of the more likely ids
-        drop = (mass_before >= self.top_p[:, None]) | (torch.arange(p.shape[1], device=p.device) >= self.top_k[:, None])
+        drop = (mass_before >= self.top_p[:, None]) | (
+            torch.arange(p.shape[1], device=p.device) >= self.top_k[:, None]
+        )
         drop[:, 0] = False  # the most likely id always stays, whatever top-p
         return torch.zeros_like(drop).scatter(1, index, drop)
 
@@ -82,7 +84,9 @@ def _invert(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     if astray.any():
         all_ids = torch.arange(p.shape[1], device=p.device)
         possible = p[astray] > 0
-        last_before = torch.where(possible & (all_ids <= ids[astray]), all_ids, -1).amax(-1, keepdim=True)
+        last_before = torch.where(possible & (all_ids <= ids[astray]), all_ids, -1).amax(
+            -1, keepdim=True
+        )
         first_possible = possible.byte().argmax(-1, keepdim=True)
         ids[astray] = torch.where(last_before >= 0, last_before, first_possible)
     return ids.squeeze(1)

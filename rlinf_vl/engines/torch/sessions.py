@@ -57,7 +57,11 @@ class Kept:
         """
         n = min(len(self.ids), len(request.ids) - 1)
         request_images = tuple(image.hash for image in request.images[: len(self.images)])
-        if n == len(self.ids) and request_images == self.images and np.array_equal(self.ids, request.ids[:n]):
+        if (
+            n == len(self.ids)
+            and request_images == self.images
+            and np.array_equal(self.ids, request.ids[:n])
+        ):
             return self if n else None
         differing = np.flatnonzero(self.ids[:n] != request.ids[:n])
         n = int(differing[0]) if len(differing) else n
@@ -65,7 +69,11 @@ class Kept:
         # of patches before an image is the share of placeholders before it.
         placeholders = np.flatnonzero(request.ids == image_token_id)
         patches = np.cumsum([0, *request.image_grids.prod(axis=1)])
-        starts = placeholders[len(placeholders) * patches[:-1] // patches[-1]] if request.images else placeholders
+        starts = (
+            placeholders[len(placeholders) * patches[:-1] // patches[-1]]
+            if request.images
+            else placeholders
+        )
         pairs = zip(request.images, self.images, strict=False)
         first_changed_image = next(
             (i for i, (image, cached_hash) in enumerate(pairs) if image.hash != cached_hash), None
@@ -78,10 +86,16 @@ class Kept:
         parts, remaining = [], n
         for part in self.parts:
             # A part that is cut is copied, as a view would hold the memory of the whole part.
-            parts += [part if part.shape[2] <= remaining else part[:, :, :remaining].clone()] if remaining > 0 else []
+            parts += (
+                [part if part.shape[2] <= remaining else part[:, :, :remaining].clone()]
+                if remaining > 0
+                else []
+            )
             remaining -= part.shape[2]
         routes = None if self.routes is None else self.routes[:n]
-        return Kept(self.ids[:n], self.images[: int((starts < n).sum())], tuple(parts), routes=routes)
+        return Kept(
+            self.ids[:n], self.images[: int((starts < n).sum())], tuple(parts), routes=routes
+        )
 
 
 class Sessions:

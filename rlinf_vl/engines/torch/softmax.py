@@ -18,7 +18,9 @@ class Partial(NamedTuple):
     top: torch.Tensor  # highest score [.., Q, 1]
 
 
-def partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> Partial:
+def partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> Partial:
     """Attend to one part of the keys.
 
     Args:

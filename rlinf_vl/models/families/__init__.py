@@ -11,7 +11,14 @@ from transformers import AutoConfig, PreTrainedConfig
 from rlinf_vl.code import is_code, load_code
 from rlinf_vl.models.families import qwen2_5_vl, qwen3, qwen3_5, qwen3_vl
 from rlinf_vl.models.families.by_path import KEYS, Paths, family_by_path, parts_at
-from rlinf_vl.models.families.family import DecodeState, Family, ImageProcessor, Mixture, VisionFeatures, submodules
+from rlinf_vl.models.families.family import (
+    DecodeState,
+    Family,
+    ImageProcessor,
+    Mixture,
+    VisionFeatures,
+    submodules,
+)
 
 __all__ = [
     "FAMILIES", "DecodeState", "Family", "ImageProcessor", "Mixture", "VisionFeatures", "family_at", "family_of", "submodules",
@@ -19,7 +26,14 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (qwen3_vl.FAMILY, qwen3_vl.MOE, qwen3_5.FAMILY, qwen3_5.MOE, qwen2_5_vl.FAMILY, qwen3.FAMILY)
+    for family in (
+        qwen3_vl.FAMILY,
+        qwen3_vl.MOE,
+        qwen3_5.FAMILY,
+        qwen3_5.MOE,
+        qwen2_5_vl.FAMILY,
+        qwen3.FAMILY,
+    )
 }
 
 
@@ -47,16 +61,22 @@ def family_of(
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         return family_at(config, paths, checkpoint, trust_remote_code)
     if model_type == "auto":
-        model_type = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code).model_type
+        model_type = AutoConfig.from_pretrained(
+            checkpoint, trust_remote_code=trust_remote_code
+        ).model_type
     if model_type not in FAMILIES:
         raise ValueError(
-            f"rollout.model.model_type: {model_type!r} is not a known family; known: {', '.join(FAMILIES)}"
+            f"rollout.model.model_type: {model_type!r} is not a known family; known: "
+            f"{', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
 
 
 def family_at(
-    config: PreTrainedConfig, paths: Paths, checkpoint: str | Path = "", trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    paths: Paths,
+    checkpoint: str | Path = "",
+    trust_remote_code: bool = False,
 ) -> Family:
     """Return a model's family by its config and the paths of its vision tower and text model.
 
@@ -68,9 +88,12 @@ def family_at(
     model, tower, text = parts_at(config, paths, trust_remote_code)
     if (family := FAMILIES.get(config.model_type)) is None:
         return family_by_path(config, paths, model, tower, text, checkpoint, trust_remote_code)
-    for key, path, family_path in zip(KEYS, paths, (family.vision_tower, family.text_model), strict=True):
+    for key, path, family_path in zip(
+        KEYS, paths, (family.vision_tower, family.text_model), strict=True
+    ):
         if path != family_path:
             raise ValueError(
-                f"{key}: {path!r}, but that of {config.model_type} is {family_path!r}; leave {' and '.join(KEYS)} out"
+                f"{key}: {path!r}, but that of {config.model_type} is {family_path!r}; leave "
+                f"{' and '.join(KEYS)} out"
             )
     return family

@@ -17,7 +17,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlinf_vl.models.families.family import Family, VisionFeatures
@@ -33,7 +38,9 @@ Paths = tuple[str, str]
 KEYS = "actor.model.vlm.vision_encoder_attr", "actor.model.vlm.language_model_attr"
 
 
-def parts_at(config: PreTrainedConfig, paths: Paths, trust_remote_code: bool) -> tuple[nn.Module, Any, Any]:
+def parts_at(
+    config: PreTrainedConfig, paths: Paths, trust_remote_code: bool
+) -> tuple[nn.Module, Any, Any]:
     """Return (model without weights, its vision tower, its text model), by the paths of the two.
 
     Raises:
@@ -45,15 +52,25 @@ def parts_at(config: PreTrainedConfig, paths: Paths, trust_remote_code: bool) ->
                 config, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
             )
     except ValueError as error:  # transformers has no such class for this config
-        raise ValueError(f"{KEYS[0]}: {config.model_type} is no vision-language model of transformers") from error
+        raise ValueError(
+            f"{KEYS[0]}: {config.model_type} is no vision-language model of transformers"
+        ) from error
     tower, text = (_module_at(model, key, path) for key, path in zip(KEYS, paths, strict=True))
     if paths[0].startswith(f"{paths[1]}.") or paths[1].startswith(f"{paths[0]}.") or tower is text:
-        raise ValueError(f"{KEYS[0]}: {paths[0]!r} and {KEYS[1]}: {paths[1]!r} are not modules apart")
+        raise ValueError(
+            f"{KEYS[0]}: {paths[0]!r} and {KEYS[1]}: {paths[1]!r} are not modules apart"
+        )
     return model, tower, text
 
 
 def family_by_path(
-    config: Any, paths: Paths, model: nn.Module, tower: Any, text: Any, checkpoint: str | Path, trust_remote_code: bool
+    config: Any,
+    paths: Paths,
+    model: nn.Module,
+    tower: Any,
+    text: Any,
+    checkpoint: str | Path,
+    trust_remote_code: bool,
 ) -> Family:
     """Make the family of models with this config, from `parts_at` these paths.
 
@@ -70,7 +87,10 @@ def family_by_path(
             f"{KEYS[0]}: {paths[0]} ({type(tower).__name__}) takes {', '.join(parameters)}; only "
             "towers that take patches and grid_thw, as Qwen2-VL's does, are supported"
         )
-    blocks = [f"{path}.{_blocks_of(module, key)}" for path, module, key in zip(paths, (tower, text), KEYS, strict=True)]
+    blocks = [
+        f"{path}.{_blocks_of(module, key)}"
+        for path, module, key in zip(paths, (tower, text), KEYS, strict=True)
+    ]
     _check_text(text, len(list(model.get_submodule(blocks[1]).children())), paths[1])
     _check_positions(model.get_submodule(paths[0].rpartition(".")[0]), config)
     # Modules that follow the tower's blocks turn patches into tokens: they are the projector.
@@ -80,7 +100,9 @@ def family_by_path(
     if checkpoint:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         token_ids = {
-            name: i for name, i in config.to_dict().items() if name.endswith("_token_id") and isinstance(i, int)
+            name: i
+            for name, i in config.to_dict().items()
+            if name.endswith("_token_id") and isinstance(i, int)
         }
         ids = [i for name, i in token_ids.items() if name.startswith(("vision", "image", "video"))]
         tokens = tokenizer.convert_ids_to_tokens([token_ids["image_token_id"], *ids])
@@ -116,7 +138,8 @@ def _module_at(model: nn.Module, key: str, path: str) -> nn.Module:
         if segment not in submodules:
             where = f"{'.'.join(names_so_far) or 'the model'} ({type(module).__name__})"
             raise ValueError(
-                f"{key}: {path!r}: {where} has no module {segment!r}; it has {', '.join(submodules) or 'none at all'}"
+                f"{key}: {path!r}: {where} has no module {segment!r}; it has "
+                f"{', '.join(submodules) or 'none at all'}"
             )
         module = submodules[segment]
         names_so_far.append(segment)
@@ -125,9 +148,13 @@ def _module_at(model: nn.Module, key: str, path: str) -> nn.Module:
 
 def _blocks_of(module: nn.Module, key: str) -> str:
     """Return the name of a module's largest list of layers, by parameters."""
-    lists = {name: child for name, child in module.named_children() if isinstance(child, nn.ModuleList)}
+    lists = {
+        name: child for name, child in module.named_children() if isinstance(child, nn.ModuleList)
+    }
     if not lists:
-        raise ValueError(f"{key}: {type(module).__name__} has no list of layers; name the module that has")
+        raise ValueError(
+            f"{key}: {type(module).__name__} has no list of layers; name the module that has"
+        )
     return max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
 
 
@@ -137,15 +164,25 @@ class _RecordingContext:
     def __init__(self) -> None:
         self.layers: list[int] = []
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         self.layers.append(layer)
         return torch.empty_like(q).transpose(1, 2)
 
 
-def attend(module: Any, query, key, value, attention_mask, *, context, scaling, **options) -> tuple[torch.Tensor, None]:
+def attend(
+    module: Any, query, key, value, attention_mask, *, context, scaling, **options
+) -> tuple[torch.Tensor, None]:
     """Attend through the forward's `context`: a function of transformers' attention interface."""
-    if unsupported := [name for name in ("softcap", "sliding_window", "s_aux", "position_bias") if options.get(name)]:
-        raise ValueError(f"{type(module).__name__} attends with {', '.join(unsupported)}, which is not supported")
+    if unsupported := [
+        name
+        for name in ("softcap", "sliding_window", "s_aux", "position_bias")
+        if options.get(name)
+    ]:
+        raise ValueError(
+            f"{type(module).__name__} attends with {', '.join(unsupported)}, which is not supported"
+        )
     return context.attend(module.layer_idx, query, key, value, scaling), None
 
 
@@ -161,23 +198,28 @@ def _check_text(text: Any, layers: int, path: str) -> None:
     other_kinds = set(getattr(text.config, "layer_types", None) or ()) - {"full_attention"}
     if other_kinds:
         raise ValueError(
-            f"{KEYS[1]}: {path} has layers of {', '.join(sorted(other_kinds))}; only full_attention is supported"
+            f"{KEYS[1]}: {path} has layers of {', '.join(sorted(other_kinds))}; only "
+            "full_attention is supported"
         )
     context, old_implementation = _RecordingContext(), text.config._attn_implementation
     try:
         text.config._attn_implementation = "context"
-        embeddings = text.get_input_embeddings()(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
+        embeddings = text.get_input_embeddings()(
+            torch.zeros(1, 4, dtype=torch.int64, device="meta")
+        )
         positions = torch.zeros(4, 1, 4, dtype=torch.int64, device="meta")
         text_forward(text, embeddings, positions, None, (), context=context)
     except Exception as error:  # unknown code of an unknown family may raise anything
         raise ValueError(
-            f"{KEYS[1]}: {path} ({type(text).__name__}) can't be run on packed rows: {type(error).__name__}: {error}"
+            f"{KEYS[1]}: {path} ({type(text).__name__}) can't be run on packed rows: "
+            f"{type(error).__name__}: {error}"
         ) from error
     finally:
         text.config._attn_implementation = old_implementation
     if context.layers != list(range(layers)):
         raise ValueError(
-            f"{KEYS[1]}: of the {layers} layers of {path} only {context.layers} attend through transformers' attention interface"
+            f"{KEYS[1]}: of the {layers} layers of {path} only {context.layers} attend through "
+            "transformers' attention interface"
         )
 
 
@@ -190,7 +232,11 @@ def _check_positions(parent: Any, config: Any) -> None:
     merge_size, image_id = config.vision_config.spatial_merge_size, config.image_token_id
     # Two images of different shapes, text around them: an error in either's offset shows.
     grids = np.array([[1, 2 * merge_size, 3 * merge_size], [1, 3 * merge_size, merge_size]])
-    start = getattr(config, "vision_start_token_id", None) or getattr(config, "image_start_token_id", None) or 1
+    start = (
+        getattr(config, "vision_start_token_id", None)
+        or getattr(config, "image_start_token_id", None)
+        or 1
+    )
     ids = np.array([2, start, *[image_id] * 6, 3, 4, start, *[image_id] * 3, 5])
     row = torch.from_numpy(ids)[None]
     try:
@@ -199,15 +245,24 @@ def _check_positions(parent: Any, config: Any) -> None:
         )
     except Exception as error:  # unknown code again; most often the method is missing
         raise ValueError(
-            f"{KEYS[0]}: {type(parent).__name__} has no M-RoPE positions: {type(error).__name__}: {error}"
+            f"{KEYS[0]}: {type(parent).__name__} has no M-RoPE positions: {type(error).__name__}: "
+            f"{error}"
         ) from error
-    if not np.array_equal(model_positions[:, 0].numpy(), mrope_positions(ids, image_id, grids, merge_size)[1:]):
-        raise ValueError(f"{KEYS[0]}: {type(parent).__name__} gives image tokens other positions than M-RoPE's")
+    if not np.array_equal(
+        model_positions[:, 0].numpy(), mrope_positions(ids, image_id, grids, merge_size)[1:]
+    ):
+        raise ValueError(
+            f"{KEYS[0]}: {type(parent).__name__} gives image tokens other positions than M-RoPE's"
+        )
 
 
-def encode_images(tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype) -> VisionFeatures:
+def encode_images(
+    tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
+) -> VisionFeatures:
     """Run the tower on patches and grids alone: `Family.encode_images` of such a family."""
-    out = tower(patches.to(dtype), grid_thw=on_device(grids, "cpu" if patches.is_meta else patches.device))
+    out = tower(
+        patches.to(dtype), grid_thw=on_device(grids, "cpu" if patches.is_meta else patches.device)
+    )
     return VisionFeatures(out.pooler_output, tuple(getattr(out, "deepstack_features", ())))
 
 

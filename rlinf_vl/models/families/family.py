@@ -152,5 +152,9 @@ def submodules(model: nn.Module, path: str) -> list[nn.Module]:
     """Return the modules at a dotted path, in which `*` stands for every child."""
     modules = [model]
     for name in path.split("."):
-        modules = [child for m in modules for child in (m.children() if name == "*" else [m.get_submodule(name)])]
+        modules = [
+            child
+            for m in modules
+            for child in (m.children() if name == "*" else [m.get_submodule(name)])
+        ]
     return modules

@@ -9,13 +9,22 @@ import torch
 from PIL import Image
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
 
 from rlinf_vl.models.families.family import DecodeState, Mixture
 from rlinf_vl.types import Prices
 
 IMAGE_TOKEN = "<|image_pad|>"
-SPECIAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE_TOKEN, "<|video_pad|>", "<|vision_pad|>")
+SPECIAL_TOKENS = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    IMAGE_TOKEN,
+    "<|video_pad|>",
+    "<|vision_pad|>",
+)
 
 
 def stop_ids(tokenizer: Any, path: str | Path, trust_remote_code: bool) -> tuple[int, ...]:
@@ -31,14 +40,21 @@ def stop_ids(tokenizer: Any, path: str | Path, trust_remote_code: bool) -> tuple
         pass  # the checkpoint has no generation_config.json
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     entries.append(getattr(config, "eos_token_id", None))
-    ids = [i for entry in entries for i in (entry if isinstance(entry, (list, tuple)) else [entry]) if i is not None]
+    ids = [
+        i
+        for entry in entries
+        for i in (entry if isinstance(entry, (list, tuple)) else [entry])
+        if i is not None
+    ]
     return tuple(dict.fromkeys(ids))
 
 
 class QwenImages:
     """Resizes an image to whole tokens within bounds of its area, and cuts it into patches."""
 
-    def __init__(self, path: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> None:
         self._processor = self.load(path)
         size = self._processor.size
         self._min_pixels = min_pixels or size["shortest_edge"]
@@ -48,7 +64,9 @@ class QwenImages:
                 f"data.image_min_pixels: {self._min_pixels} is above data.image_max_pixels, "
                 f"{self._max_pixels} (where unset: the checkpoint's own)"
             )
-        self._processor.size = type(size)(shortest_edge=self._min_pixels, longest_edge=self._max_pixels)
+        self._processor.size = type(size)(
+            shortest_edge=self._min_pixels, longest_edge=self._max_pixels
+        )
         self.patch_size: int = self._processor.patch_size
         self.merge_size: int = self._processor.merge_size
 
@@ -67,7 +85,10 @@ class QwenImages:
     def patches(self, image: Image.Image) -> np.ndarray:
         """Return the patches of an RGB image, float32 [t·h·w, d]."""
         out = self._processor(images=[image], return_tensors="np")
-        assert tuple(out["image_grid_thw"][0]) == self.grid(image.height, image.width), (image, out["image_grid_thw"])
+        assert tuple(out["image_grid_thw"][0]) == self.grid(image.height, image.width), (
+            image,
+            out["image_grid_thw"],
+        )
         return np.asarray(out["pixel_values"], np.float32)
 
 
@@ -81,7 +102,11 @@ def text_forward(
 ) -> torch.Tensor:
     """Run a text model without deepstack: `Family.text_forward`. `kwargs` go to the model."""
     return text_model(
-        inputs_embeds=inputs_embeds, position_ids=position_ids, attention_mask=None, use_cache=False, **kwargs
+        inputs_embeds=inputs_embeds,
+        position_ids=position_ids,
+        attention_mask=None,
+        use_cache=False,
+        **kwargs,
     ).last_hidden_state
 
 
@@ -106,7 +131,10 @@ def prices(config: Any, tower_trained: bool, tower_products: int = 2) -> Prices:
     gated. A frozen tower has no backward, which is two thirds of the work.
     """
     text = config.get_text_config()
-    query_width, kv_width = text.num_attention_heads * head_dim(text), text.num_key_value_heads * head_dim(text)
+    query_width, kv_width = (
+        text.num_attention_heads * head_dim(text),
+        text.num_key_value_heads * head_dim(text),
+    )
     if experts := getattr(text, "num_experts", 0):
         shared_width = getattr(text, "shared_expert_intermediate_size", 0)
         mlp = 3 * (text.num_experts_per_tok * text.moe_intermediate_size + shared_width) + experts
@@ -115,7 +143,9 @@ def prices(config: Any, tower_trained: bool, tower_products: int = 2) -> Prices:
     recurrent = linear_layers(text)
     attending = text.num_hidden_layers - len(recurrent)
     gate_width = query_width if recurrent else 0  # families with delta nets gate their attention
-    linear = text.hidden_size * (attending * (2 * (query_width + kv_width) + gate_width) + text.num_hidden_layers * mlp)
+    linear = text.hidden_size * (
+        attending * (2 * (query_width + kv_width) + gate_width) + text.num_hidden_layers * mlp
+    )
     if recurrent:
         value_heads, key_dim, value_dim = (
             text.linear_num_value_heads,
@@ -124,7 +154,8 @@ def prices(config: Any, tower_trained: bool, tower_products: int = 2) -> Prices:
         )
         inputs = 2 * text.linear_num_key_heads * key_dim + 2 * value_heads * (value_dim + 1)
         linear += len(recurrent) * (
-            text.hidden_size * (inputs + value_heads * value_dim) + 4 * value_heads * key_dim * value_dim
+            text.hidden_size * (inputs + value_heads * value_dim)
+            + 4 * value_heads * key_dim * value_dim
         )
     return Prices(
         attention=2 * query_width * attending / linear,
@@ -137,7 +168,9 @@ def patch_products(config: Any, tower_products: int) -> float:
     """Count the multiply-adds of one patch in the tower, in the unit of `prices`."""
     if (vision := getattr(config, "vision_config", None)) is None:
         return 0.0
-    block = vision.hidden_size * (4 * vision.hidden_size + tower_products * vision.intermediate_size)
+    block = vision.hidden_size * (
+        4 * vision.hidden_size + tower_products * vision.intermediate_size
+    )
     # A merger runs once for spatial_merge_size² patches, on their concatenation.
     merged = vision.hidden_size * vision.spatial_merge_size**2
     merger = vision.hidden_size * (merged + vision.out_hidden_size)
@@ -154,7 +187,10 @@ def mixture(config: Any) -> Mixture | None:
     text = config.get_text_config()
     if not getattr(text, "num_experts", 0):
         return None
-    dense, step = getattr(text, "mlp_only_layers", None) or (), getattr(text, "decoder_sparse_step", 1)
+    dense, step = (
+        getattr(text, "mlp_only_layers", None) or (),
+        getattr(text, "decoder_sparse_step", 1),
+    )
     layers = (i for i in range(text.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
     return Mixture(tuple(layers), text.num_experts, text.num_experts_per_tok)
 
@@ -173,7 +209,9 @@ def decode_state(config: Any) -> DecodeState:
         conv_width = 2 * text.linear_num_key_heads * key_dim + value_heads * value_dim
         # The last inputs of the convolution, and the state of the recurrence.
         tail_rows = text.linear_conv_kernel_dim - 1
-        row_shapes = dict.fromkeys(recurrent, ((tail_rows, conv_width), (value_heads, key_dim, value_dim)))
+        row_shapes = dict.fromkeys(
+            recurrent, ((tail_rows, conv_width), (value_heads, key_dim, value_dim))
+        )
     attending = tuple(i for i in range(text.num_hidden_layers) if i not in recurrent)
     return DecodeState(attending, text.num_key_value_heads, head_dim(text), row_shapes)
 

@@ -24,7 +24,9 @@ from rlinf_vl.models.layers import (
 from rlinf_vl.models.transfer import on_device
 
 
-def encode_images(tower: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype) -> VisionFeatures:
+def encode_images(
+    tower: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
+) -> VisionFeatures:
     """Run the tower: a patch attends within its window, and in some blocks within its frame."""
     device = patches.device
     shapes = torch.from_numpy(grids)
@@ -47,13 +49,17 @@ def encode_images(tower: Any, patches: torch.Tensor, grids: np.ndarray, dtype: t
     return VisionFeatures(out.pooler_output)
 
 
-def window_attention_forward(self: Any, hidden_states, *, cu_seqlens, contexts, **kwargs) -> torch.Tensor:
+def window_attention_forward(
+    self: Any, hidden_states, *, cu_seqlens, contexts, **kwargs
+) -> torch.Tensor:
     """Run `vision_attention_forward` within the segments that the tower hands to this block.
 
     `contexts` has one context per number of segments. Windows are parts of frames, so if there are
     as many windows as frames, the two are equal.
     """
-    return vision_attention_forward(self, hidden_states, context=contexts[len(cu_seqlens)], **kwargs)
+    return vision_attention_forward(
+        self, hidden_states, context=contexts[len(cu_seqlens)], **kwargs
+    )
 
 
 def engine_names(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
@@ -61,7 +67,12 @@ def engine_names(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.T
 
     SGLang and checkpoints on the hub use the names of this family's first release in transformers.
     """
-    return ((name.replace("model.language_model.", "model.").replace("model.visual.", "visual."), weight),)
+    return (
+        (
+            name.replace("model.language_model.", "model.").replace("model.visual.", "visual."),
+            weight,
+        ),
+    )
 
 
 FAMILY: Family = replace(

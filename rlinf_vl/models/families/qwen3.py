@@ -7,7 +7,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlinf_vl.models.families.family import Family
-from rlinf_vl.models.families.qwen import IMAGE_TOKEN, SPECIAL_TOKENS, decode_state, prices, stop_ids, text_forward
+from rlinf_vl.models.families.qwen import (
+    IMAGE_TOKEN,
+    SPECIAL_TOKENS,
+    decode_state,
+    prices,
+    stop_ids,
+    text_forward,
+)
 from rlinf_vl.models.layers import attention_forward, mlp_forward, norm_forward
 from rlinf_vl.models.positions import mrope_positions
 
@@ -16,7 +23,9 @@ def plain_positions(
     text_model: nn.Module, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
 ) -> torch.Tensor:
     """Run `text_forward` of a model that counts tokens: it needs the first row of positions."""
-    return text_forward(text_model, inputs_embeds, position_ids[0], image_positions, deepstack, **kwargs)
+    return text_forward(
+        text_model, inputs_embeds, position_ids[0], image_positions, deepstack, **kwargs
+    )
 
 
 def no_images(*_: Any) -> Any:
@@ -36,7 +45,11 @@ FAMILY = Family(
     image_token=IMAGE_TOKEN,
     special_tokens=SPECIAL_TOKENS,
     stop_ids=stop_ids,
-    layers={"Qwen3Attention": attention_forward, "Qwen3MLP": mlp_forward, "Qwen3RMSNorm": norm_forward},
+    layers={
+        "Qwen3Attention": attention_forward,
+        "Qwen3MLP": mlp_forward,
+        "Qwen3RMSNorm": norm_forward,
+    },
     positions=mrope_positions,  # without images its rows are equal
     text_forward=plain_positions,
     encode_images=no_images,

@@ -48,7 +48,9 @@ def engine_config(config: Any) -> dict[str, dict[str, Any]]:
 
 def moe_engine_config(config: Any) -> dict[str, dict[str, Any]]:
     """Return the keys of `engine_config`, and those of mixtures of experts."""
-    return {"text_config": engine_config(config)["text_config"] | normed_routes(config)["text_config"]}
+    return {
+        "text_config": engine_config(config)["text_config"] | normed_routes(config)["text_config"]
+    }
 
 
 FAMILY: Family = replace(

@@ -35,7 +35,9 @@ from rlinf_vl.models.positions import mrope_positions
 from rlinf_vl.models.transfer import on_device
 
 
-def encode_images(tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype) -> VisionFeatures:
+def encode_images(
+    tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
+) -> VisionFeatures:
     """Run the tower: a patch attends within its own image and frame."""
     # The tower reads numbers from its grids, and a tensor on `meta` has none.
     shapes = on_device(grids, "cpu" if patches.is_meta else patches.device)
@@ -56,7 +58,9 @@ def deepstack_text_forward(
     text_model._deepstack_process = add_deepstack
     kwargs["visual_pos_masks"] = image_positions
     kwargs["deepstack_visual_embeds"] = list(deepstack) if image_positions is not None else None
-    return text_forward(text_model, inputs_embeds, position_ids, image_positions, deepstack, **kwargs)
+    return text_forward(
+        text_model, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
+    )
 
 
 def layers_of(prefix: str) -> dict[str, Any]:

@@ -30,7 +30,9 @@ class Kernel(Protocol):
     #: Whether one call for all sequences is better than a call for each.
     batches_sequences: bool
 
-    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+    def __init__(
+        self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str
+    ) -> None:
         """Sequence i has queries `cu_q[i] … cu_q[i + 1]` and keys `cu_k[i] … cu_k[i + 1]`."""
         ...
 
@@ -40,7 +42,9 @@ class Kernel(Protocol):
         """Return (out [T, H, D] in q's dtype, log-sum-exp of the scores, float32 [T, H])."""
         ...
 
-    def backward(self, grad, q, k, v, out, lse, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(
+        self, grad, q, k, v, out, lse, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (dq, dk, dv) of these keys' part of attention.
 
         `out` and `lse` are the merged ones; `grad` is the gradient of the merged `out`.
@@ -79,7 +83,9 @@ class FlashCpu:
     BATCHED, SLACK = 32, 1.3  # measured
     batches_sequences = False
 
-    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+    def __init__(
+        self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str
+    ) -> None:
         """Sort the sequences by their number of keys, and batch short ones of similar numbers."""
         self.causal = causal
         n_queries, n_keys = np.diff(cu_q), np.diff(cu_k)
@@ -92,20 +98,32 @@ class FlashCpu:
         while first < len(order):
             last = first + 1
             if n_queries[order[first]] <= self.BATCHED:
-                last = first + int(np.searchsorted(-n_keys[order[first:]] * self.SLACK, -n_keys[order[first]], "right"))
+                last = first + int(
+                    np.searchsorted(
+                        -n_keys[order[first:]] * self.SLACK, -n_keys[order[first]], "right"
+                    )
+                )
             members = order[first:last]
             if len(members) == 1:
-                rows, keys = (slice(int(cu[members[0]]), int(cu[members[0] + 1])) for cu in (cu_q, cu_k))
+                rows, keys = (
+                    slice(int(cu[members[0]]), int(cu[members[0] + 1])) for cu in (cu_q, cu_k)
+                )
                 self.parts.append(_Part(rows, keys))
             else:
                 rows, padding, real = _padded(cu_q, members)
-                keys, key_padding, real_keys = (rows, padding, real) if cu_k is cu_q else _padded(cu_k, members)
+                keys, key_padding, real_keys = (
+                    (rows, padding, real) if cu_k is cu_q else _padded(cu_k, members)
+                )
                 # In causal attention no real query reaches the padding, which follows the real
                 # keys.
                 mask = None
                 if not causal and key_padding.any():
-                    mask = torch.zeros(key_padding.shape).masked_fill_(key_padding, -torch.inf)[:, None, None]
-                self.parts.append(_Part(rows, keys, padding[:, None, :, None], real, real_keys, mask))
+                    mask = torch.zeros(key_padding.shape).masked_fill_(key_padding, -torch.inf)[
+                        :, None, None
+                    ]
+                self.parts.append(
+                    _Part(rows, keys, padding[:, None, :, None], real, real_keys, mask)
+                )
             first = last
 
     def forward(self, q, k, v, scale):
@@ -174,7 +192,9 @@ class AmxCpu(FlashCpu):
             k_part, v_part = (_by_key_head(_heads(x, part.keys), kv_heads) for x in (k, v))
             # baddbmm subtracts the log-sum-exp in the pass of the product.
             with bfloat16_products(q):
-                p = torch.baddbmm(s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale).exp_()
+                p = torch.baddbmm(
+                    s, queries.float(), k_part.float().transpose(1, 2), beta=-1, alpha=scale
+                ).exp_()
             # The query heads of a key head lie below each other, each an [L, L] block of its own.
             if self.causal:
                 p.view(-1, k_part.shape[1], k_part.shape[1]).tril_()
@@ -216,7 +236,9 @@ def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
     return x.index_select(0, rows.view(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
-def _heads_of_queries(grad: torch.Tensor, lse: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+def _heads_of_queries(
+    grad: torch.Tensor, lse: torch.Tensor, part: _Part
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Take gradient [n, H, L, D] and log-sum-exp [n, H, L, 1] of a part's queries.
 
     Padding has gradient 0 and log-sum-exp inf, so that p = exp(s - inf) = 0.
@@ -227,7 +249,9 @@ def _heads_of_queries(grad: torch.Tensor, lse: torch.Tensor, part: _Part) -> tup
     return g, s
 
 
-def _put(x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None, values: torch.Tensor) -> None:
+def _put(
+    x: torch.Tensor, rows: torch.Tensor | slice, real: torch.Tensor | None, values: torch.Tensor
+) -> None:
     """Set x[rows] = values [n, L, …], padding left out."""
     values = values.flatten(0, 1)
     if isinstance(rows, slice) or real is None:
@@ -253,7 +277,9 @@ class Varlen:
 
     batches_sequences = True
 
-    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+    def __init__(
+        self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str
+    ) -> None:
         self.causal = causal
         # Empty sequences are left out: with grouped heads and no sequence longer than a token, the
         # kernel mistakes the number of sequences for the number of tokens.
@@ -265,7 +291,13 @@ class Varlen:
     def forward(self, q, k, v, scale):
         # Backward takes dropout's random state, though the rate is 0.
         out, lse, self.rng, self.unused, _ = _varlen(
-            *map(_to_eighths, (q, k, v)), *self.cu, *self.longest, 0.0, self.causal, False, scale=scale
+            *map(_to_eighths, (q, k, v)),
+            *self.cu,
+            *self.longest,
+            0.0,
+            self.causal,
+            False,
+            scale=scale,
         )
         return out[..., : q.shape[2]], lse.t().contiguous()
 
@@ -298,10 +330,14 @@ class Matmul:
 
     batches_sequences = True
 
-    def __init__(self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str) -> None:
+    def __init__(
+        self, cu_q: np.ndarray, cu_k: np.ndarray, causal: bool, device: torch.device | str
+    ) -> None:
         self.causal = causal
         self.spans = [
-            (slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])) for i in range(len(cu_q) - 1) if cu_q[i] < cu_q[i + 1]
+            (slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2]))
+            for i in range(len(cu_q) - 1)
+            if cu_q[i] < cu_q[i + 1]
         ]
 
     def _scores(self, q_KRLD, k_KUD, scale):
@@ -320,9 +356,9 @@ class Matmul:
             scores = self._scores(q_KRLD, k_KUD, scale)
             lse_KRL = scores.logsumexp(-1)
             lse[rows] = lse_KRL.flatten(0, 1).t()
-            out[rows] = _to_rows(torch.einsum("krlu,kud->krld", (scores - lse_KRL[..., None]).exp(), v_KUD)).to(
-                out.dtype
-            )
+            out[rows] = _to_rows(
+                torch.einsum("krlu,kud->krld", (scores - lse_KRL[..., None]).exp(), v_KUD)
+            ).to(out.dtype)
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse, scale):
@@ -330,8 +366,14 @@ class Matmul:
         for rows, keys in self.spans:
             g, q_KRLD, o = (_by_kv_head(x[rows], k.shape[1]) for x in (grad, q, out))
             k_KUD, v_KUD = (x[keys].transpose(0, 1).float() for x in (k, v))
-            p = (self._scores(q_KRLD, k_KUD, scale) - _by_kv_head(lse[rows][..., None], k.shape[1])).exp()
-            ds = p * (torch.einsum("krld,kud->krlu", g, v_KUD) - (g * o).sum(-1, keepdim=True)) * scale
+            p = (
+                self._scores(q_KRLD, k_KUD, scale) - _by_kv_head(lse[rows][..., None], k.shape[1])
+            ).exp()
+            ds = (
+                p
+                * (torch.einsum("krld,kud->krlu", g, v_KUD) - (g * o).sum(-1, keepdim=True))
+                * scale
+            )
             dq[rows] = _to_rows(torch.einsum("krlu,kud->krld", ds, k_KUD)).to(dq.dtype)
             dk[keys] = torch.einsum("krlu,krld->ukd", ds, q_KRLD).to(dk.dtype)
             dv[keys] = torch.einsum("krlu,krld->ukd", p, g).to(dv.dtype)
@@ -350,8 +392,14 @@ def _to_rows(x_KRLD: torch.Tensor) -> torch.Tensor:
 
 #: name → (class, whether it serves a device type and dtype); the first that serves is used.
 KERNELS: dict[str, tuple[type[Kernel], Callable[[str, torch.dtype], bool]]] = {
-    "varlen": (Varlen, lambda device, dtype: device == "cuda" and dtype in (torch.bfloat16, torch.float16)),
-    "amx_cpu": (AmxCpu, lambda device, dtype: device == "cpu" and dtype == torch.bfloat16 and has_bfloat16_units()),
+    "varlen": (
+        Varlen,
+        lambda device, dtype: device == "cuda" and dtype in (torch.bfloat16, torch.float16),
+    ),
+    "amx_cpu": (
+        AmxCpu,
+        lambda device, dtype: device == "cpu" and dtype == torch.bfloat16 and has_bfloat16_units(),
+    ),
     "flash_cpu": (FlashCpu, lambda device, dtype: device == "cpu" and dtype != torch.float16),
     "matmul": (Matmul, lambda device, dtype: True),
 }
@@ -365,5 +413,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, name: str | None = None
     """
     serving = [n for n, (_, serves) in KERNELS.items() if serves(device.type, dtype)]
     if name is not None and name not in serving:
-        raise ValueError(f"attention kernel {name!r} does not serve {dtype} on {device.type}; these do: {serving}")
+        raise ValueError(
+            f"attention kernel {name!r} does not serve {dtype} on {device.type}; these do: "
+            f"{serving}"
+        )
     return KERNELS[name or serving[0]][0]

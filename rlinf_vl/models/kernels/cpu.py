@@ -78,10 +78,21 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
         x, weight, rstd = ctx.saved_tensors
         width = x.shape[-1]
-        g, rows, is_float32 = grad.reshape(-1, width), x.reshape(-1, width), x.dtype == torch.float32
+        g, rows, is_float32 = (
+            grad.reshape(-1, width),
+            x.reshape(-1, width),
+            x.dtype == torch.float32,
+        )
         # In bfloat16 the kernel would sum the weight's gradient in bfloat16.
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(
-            g, rows, [width], torch.zeros_like(rstd), rstd, weight.float(), None, [True, is_float32, False]
+            g,
+            rows,
+            [width],
+            torch.zeros_like(rstd),
+            rstd,
+            weight.float(),
+            None,
+            [True, is_float32, False],
         )
         if not is_float32:
             dweight = torch.mv((g * rows).float().t(), rstd.squeeze(1))

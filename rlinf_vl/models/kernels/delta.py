@@ -101,13 +101,17 @@ def _rule_for(device: str, dtype: torch.dtype) -> Callable | None:
         )
         return None
     has_wrong_gradients = Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")
-    if has_wrong_gradients and torch.cuda.get_device_capability() == (9, 0) and find_spec("tilelang") is None:
+    if (
+        has_wrong_gradients
+        and torch.cuda.get_device_capability() == (9, 0)
+        and find_spec("tilelang") is None
+    ):
         # flash-linear-attention raises in its backward then (its issue 640: wrong gradients on
         # Hopper)
         logger.warning(
-            "Triton %s computes wrong gradients of flash-linear-attention on Hopper GPUs: gated delta "
-            "nets are computed by PyTorch's operations, slowly; install triton>=3.7.1 (it comes with "
-            "torch>=2.14) or tilelang",
+            "Triton %s computes wrong gradients of flash-linear-attention on Hopper GPUs: gated "
+            "delta nets are computed by PyTorch's operations, slowly; install triton>=3.7.1 (it "
+            "comes with torch>=2.14) or tilelang",
             triton.__version__,
         )
         return None
@@ -177,7 +181,9 @@ def _by_level(rule: Callable, qk, v, g, beta, layout: DeltaLayout, initial: torc
         if run.level.parents is not None:
             initial_states = final_states[run.level.parents]
         else:
-            initial_states = None if initial is None else initial[rank.argsort()[run.level.segments]]
+            initial_states = (
+                None if initial is None else initial[rank.argsort()[run.level.segments]]
+            )
         out, level_states = rule(
             *(x.index_select(0, run.tokens).unsqueeze(0) for x in (q, k, v, g, beta)),
             initial_state=initial_states,
@@ -207,8 +213,14 @@ def _by_chunk(qk, v, g, beta, layout: DeltaLayout, initial: torch.Tensor | None)
     v_chunks = _Gather.apply(v.reshape(-1, value_dim).float(), value_index, value_inverse, None)
     v_chunks = v_chunks.view(-1, key_heads, repeat, size, value_dim)
     # Padding gets g = 0 and beta = 0: it neither decays the state nor adds to it.
-    g, beta = (_Gather.apply(x, chunks.tokens, chunks.places, None).view(-1, size, heads) for x in (g, beta))
-    g, beta = (x.transpose(1, 2).masked_fill(chunks.padding, 0).unflatten(1, (key_heads, repeat)) for x in (g, beta))
+    g, beta = (
+        _Gather.apply(x, chunks.tokens, chunks.places, None).view(-1, size, heads)
+        for x in (g, beta)
+    )
+    g, beta = (
+        x.transpose(1, 2).masked_fill(chunks.padding, 0).unflatten(1, (key_heads, repeat))
+        for x in (g, beta)
+    )
     total = g.cumsum(-1, dtype=torch.float64)  # in float64: differences of large sums are used
     a, p = _Scores.apply(q, k, total, beta)
     # e^G: a chunk's decay from its start to each token; e^(G_C - G): from each token to its end.
@@ -251,7 +263,15 @@ class _Units(torch.autograd.Function):
         dx = torch.stack([dq, dk])
         for d, y, dim in zip(dx, (q, k), (q.shape[1], 1), strict=True):
             d.addcmul_(y, (d * y).sum(-1, keepdim=True), value=-dim)
-        return dx.mul_(scale).view(-1, q.shape[1]).index_select(0, inverse).view(ctx.shape).to(ctx.dtype), None, None
+        return (
+            dx.mul_(scale)
+            .view(-1, q.shape[1])
+            .index_select(0, inverse)
+            .view(ctx.shape)
+            .to(ctx.dtype),
+            None,
+            None,
+        )
 
 
 class _Gather(torch.autograd.Function):
@@ -323,7 +343,9 @@ class _Solve(torch.autograd.Function):
     def backward(ctx, grad_x, grad_y):  # pyright: ignore[reportIncompatibleMethodOverride]
         inverse, solved_x, solved_y = ctx.saved_tensors
         dx, dy = inverse.transpose(1, 2) @ grad_x, inverse.transpose(1, 2) @ grad_y
-        da = torch.bmm(dx, solved_x.transpose(1, 2)).baddbmm_(dy, solved_y.transpose(1, 2), beta=-1, alpha=-1)
+        da = torch.bmm(dx, solved_x.transpose(1, 2)).baddbmm_(
+            dy, solved_y.transpose(1, 2), beta=-1, alpha=-1
+        )
         return da.tril_(-1), dx, dy
 
 
@@ -334,7 +356,12 @@ def inverse_of_unit_lower(a: torch.Tensor, base: int = 8) -> torch.Tensor:
     products: the block below the diagonal is -T₂₂ A₂₁ T₁₁.
     """
     n, size = a.shape[:2]
-    blocks = a.view(n, size // base, base, size // base, base).diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3).contiguous()
+    blocks = (
+        a.view(n, size // base, base, size // base, base)
+        .diagonal(dim1=1, dim2=3)
+        .permute(1, 2, 0, 3)
+        .contiguous()
+    )
     block_inverses = torch.zeros_like(blocks)  # [base, base, n, c / base]: long rows
     block_inverses[0, 0] = 1
     for i in range(1, base):
@@ -346,11 +373,14 @@ def inverse_of_unit_lower(a: torch.Tensor, base: int = 8) -> torch.Tensor:
     )
     while base < size:
         below, blocks = (
-            x.view(n, size // (2 * base), 2, base, size // (2 * base), 2, base).diagonal(dim1=1, dim2=4)
+            x.view(n, size // (2 * base), 2, base, size // (2 * base), 2, base).diagonal(
+                dim1=1, dim2=4
+            )
             for x in (a, out)
         )  # [n, 2, base, 2, base, pairs]
         lower, first, second = (
-            x.movedim(-1, 1).flatten(0, 1) for x in (below[:, 1, :, 0], blocks[:, 0, :, 0], blocks[:, 1, :, 1])
+            x.movedim(-1, 1).flatten(0, 1)
+            for x in (below[:, 1, :, 0], blocks[:, 0, :, 0], blocks[:, 1, :, 1])
         )
         # `first` and `second` are T₁₁ and T₂₂ of each pair, `lower` is A₂₁.
         lower_inverse = torch.bmm(second @ lower, first).neg_()
@@ -415,10 +445,16 @@ class _Scan(torch.autograd.Function):
                     state = torch.cat([state, level_final_grads[len(state) : n_rows]])
                 ends[rows] = state
                 value_grads = dv[rows].baddbmm_(k[rows], state)
-                state = ds[rows].addcmul_(state, e[rows]).baddbmm_(w[rows].transpose(1, 2), value_grads, alpha=-1)
+                state = (
+                    ds[rows]
+                    .addcmul_(state, e[rows])
+                    .baddbmm_(w[rows].transpose(1, 2), value_grads, alpha=-1)
+                )
             # Segments that continue the same one add up the gradients of its final state.
             if level.parents is not None:
-                state = torch.cat([state, level_final_grads[len(state) :]]).view(-1, *final.shape[1:])
+                state = torch.cat([state, level_final_grads[len(state) :]]).view(
+                    -1, *final.shape[1:]
+                )
                 final.index_add_(0, level.parents, state)
         dw, dk = torch.bmm(dv, starts.transpose(1, 2)).neg_(), torch.bmm(v, ends.transpose(1, 2))
         dq, dp = torch.bmm(grad, starts.transpose(1, 2)), torch.bmm(grad, v.transpose(1, 2))
@@ -445,7 +481,10 @@ def delta_step(
     conv_out = conv_out.to(qkv.dtype).float()  # rounded as in `delta_rule`
     q, k, v = conv_out.split([key_width, key_width, mixer.value_heads * mixer.value_dim], dim=1)
     repeat = mixer.value_heads // mixer.key_heads
-    q, k = (_unit(x.unflatten(1, (mixer.key_heads, -1))).repeat_interleave(repeat, dim=1) for x in (q, k))
+    q, k = (
+        _unit(x.unflatten(1, (mixer.key_heads, -1))).repeat_interleave(repeat, dim=1)
+        for x in (q, k)
+    )
     q = q * mixer.key_dim**-0.5
     states.mul_(g.exp()[:, :, None, None])
     # Keys and queries together, so that memory is passed once for both.

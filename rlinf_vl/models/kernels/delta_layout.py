@@ -38,7 +38,10 @@ class Inputs:
         tails.
         """
         source_rows = sources.ravel()
-        slots, tail_slots = np.flatnonzero(source_rows < tokens), np.flatnonzero(source_rows >= tokens)
+        slots, tail_slots = (
+            np.flatnonzero(source_rows < tokens),
+            np.flatnonzero(source_rows >= tokens),
+        )
         return cls(
             sources.shape,
             slots=on_device(slots, device),
@@ -49,7 +52,9 @@ class Inputs:
 
     def take(self, x: torch.Tensor, tails: torch.Tensor | None) -> torch.Tensor:
         """Return the inputs [n, W - 1, C] from x [T, C] and tails [S, W - 1, C]; None: zeros."""
-        out = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy_(0, self.slots, x[self.rows])
+        out = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1]).index_copy_(
+            0, self.slots, x[self.rows]
+        )
         if tails is not None:
             out[self.tail_slots] = tails.to(x.dtype).flatten(0, 1)[self.tail_rows]
         return out.view(*self.shape, -1)
@@ -131,7 +136,10 @@ class DeltaLayout:
     """
 
     def __init__(
-        self, cu_seqlens: np.ndarray, prefix: np.ndarray | None = None, device: torch.device | str = "cpu"
+        self,
+        cu_seqlens: np.ndarray,
+        prefix: np.ndarray | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Group the segments by depth.
 
@@ -147,7 +155,9 @@ class DeltaLayout:
         depths = np.zeros(n, int)
         for segment, parent in enumerate(self.prefix.tolist()):
             depths[segment] = depths[parent] + 1 if parent >= 0 else 0
-        self.levels = [np.flatnonzero(depths == depth) for depth in range(depths.max(initial=-1) + 1)]
+        self.levels = [
+            np.flatnonzero(depths == depth) for depth in range(depths.max(initial=-1) + 1)
+        ]
         self._results: dict[tuple, object] = {}
 
     def _once(self, key: tuple, make: Callable[[], Result]) -> Result:
@@ -171,7 +181,9 @@ class DeltaLayout:
         The index, int64 [parts · K · heads · size], names for each row of [parts, K, heads, size,
         d] its row of x [T, parts, heads, d]. The inverse is int64 [T · parts · heads].
         """
-        return self._once(("by_head", size, heads, parts), lambda: self._by_head(size, heads, parts))
+        return self._once(
+            ("by_head", size, heads, parts), lambda: self._by_head(size, heads, parts)
+        )
 
     def runs(self) -> tuple[tuple[Run, ...], torch.Tensor, torch.Tensor]:
         """Return (runs, token places, segment places): levels as packed rows of their own.
@@ -201,14 +213,20 @@ class DeltaLayout:
                 inputs_before[level] = tails[self.prefix[level]]
             source = np.arange(n_earlier) + self.lengths[level, None] - n_earlier
             # A segment shorter than the taps ends with inputs from before it.
-            inherited = np.take_along_axis(inputs_before[level], np.clip(source + n_earlier, 0, n_earlier - 1), 1)
+            inherited = np.take_along_axis(
+                inputs_before[level], np.clip(source + n_earlier, 0, n_earlier - 1), 1
+            )
             tails[level] = np.where(source < 0, inherited, self.starts[level, None] + source)
         n_first = np.minimum(self.lengths, n_earlier)
         segment_of, offsets = np.repeat(np.arange(n), n_first), _ranges(n_first)
         first = self.starts[segment_of] + offsets
         source = offsets[:, None] + np.arange(n_earlier)
-        inherited = np.take_along_axis(inputs_before[segment_of], np.minimum(source, n_earlier - 1), 1)
-        sources = np.where(source < n_earlier, inherited, first[:, None] + np.arange(n_earlier) - n_earlier)
+        inherited = np.take_along_axis(
+            inputs_before[segment_of], np.minimum(source, n_earlier - 1), 1
+        )
+        sources = np.where(
+            source < n_earlier, inherited, first[:, None] + np.arange(n_earlier) - n_earlier
+        )
         return Edges(
             on_device(first, self.device),
             Inputs.from_sources(sources, tokens, self.device),
@@ -227,13 +245,22 @@ class DeltaLayout:
             n_in_step = (counts[level] > np.arange(counts[level].max(initial=0))[:, None]).sum(1)
             first = n_chunks + np.cumsum(n_in_step) - n_in_step
             chunk_numbers[level, : len(n_in_step)] = first + np.arange(len(level))[:, None]
-            steps = tuple(slice(a, a + n) for a, n in zip(first.tolist(), n_in_step.tolist(), strict=True))
+            steps = tuple(
+                slice(a, a + n) for a, n in zip(first.tolist(), n_in_step.tolist(), strict=True)
+            )
             levels.append(
-                Level(slice(n_segments, n_segments + len(level)), self._parents(level, rank, n_segments), steps)
+                Level(
+                    slice(n_segments, n_segments + len(level)),
+                    self._parents(level, rank, n_segments),
+                    steps,
+                )
             )
             n_chunks, n_segments = n_chunks + int(n_in_step.sum()), n_segments + len(level)
         offsets = _ranges(self.lengths)
-        places = chunk_numbers[np.repeat(np.arange(len(counts)), self.lengths), offsets // size] * size + offsets % size
+        places = (
+            chunk_numbers[np.repeat(np.arange(len(counts)), self.lengths), offsets // size] * size
+            + offsets % size
+        )
         tokens, padding = np.zeros(n_chunks * size, int), np.ones(n_chunks * size, bool)
         tokens[places], padding[places] = np.arange(len(places)), False
         return Chunks(
@@ -250,7 +277,9 @@ class DeltaLayout:
         chunks = self.chunks(size)
         head, part = (torch.arange(n, device=self.device)[:, None] for n in (heads, parts))
         tokens = (chunks.tokens.view(-1, 1, size) * parts + part.view(-1, 1, 1, 1)) * heads + head
-        places = (chunks.places // size * heads * size + chunks.places % size).view(-1, 1, 1) + head[:, 0] * size
+        places = (chunks.places // size * heads * size + chunks.places % size).view(
+            -1, 1, 1
+        ) + head[:, 0] * size
         return tokens.flatten(), (places + part * (len(chunks.tokens) * heads)).flatten()
 
     def _runs(self) -> tuple[tuple[Run, ...], torch.Tensor, torch.Tensor]:
@@ -261,8 +290,15 @@ class DeltaLayout:
             assert lengths.all(), "segments without tokens"
             tokens.append(np.repeat(self.starts[level], lengths) + _ranges(lengths))
             cu_seqlens = np.cumsum([0, *lengths])
-            run_level = Level(slice(n_segments, n_segments + len(level)), self._parents(level, rank, n_segments), ())
-            device_tokens, device_bounds = on_device(tokens[-1], self.device), on_device(cu_seqlens, self.device)
+            run_level = Level(
+                slice(n_segments, n_segments + len(level)),
+                self._parents(level, rank, n_segments),
+                (),
+            )
+            device_tokens, device_bounds = (
+                on_device(tokens[-1], self.device),
+                on_device(cu_seqlens, self.device),
+            )
             runs.append(Run(device_tokens, device_bounds, torch.from_numpy(cu_seqlens), run_level))
             n_segments += len(level)
         token_places = np.argsort(np.concatenate(tokens))

@@ -45,9 +45,20 @@ if triton is not None:
         n_pairs: tl.constexpr = R // 2
         i = tl.arange(0, B)
         angles = row * R + i
-        c1, c2 = tl.load(cos + angles, i < n_pairs, 0.0), tl.load(cos + angles + n_pairs, i < n_pairs, 0.0)
-        s1, s2 = tl.load(sin + angles, i < n_pairs, 0.0), tl.load(sin + angles + n_pairs, i < n_pairs, 0.0)
-        c1, c2, s1, s2 = (c1.to(tl.float32), c2.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32))
+        c1, c2 = (
+            tl.load(cos + angles, i < n_pairs, 0.0),
+            tl.load(cos + angles + n_pairs, i < n_pairs, 0.0),
+        )
+        s1, s2 = (
+            tl.load(sin + angles, i < n_pairs, 0.0),
+            tl.load(sin + angles + n_pairs, i < n_pairs, 0.0),
+        )
+        c1, c2, s1, s2 = (
+            c1.to(tl.float32),
+            c2.to(tl.float32),
+            s1.to(tl.float32),
+            s2.to(tl.float32),
+        )
         if BACKWARD:  # the transposed map: the sines change places and signs
             s1, s2 = -s2, -s1
         places = head[:, None] * D + i[None, :]
@@ -55,13 +66,21 @@ if triton is not None:
         first = tl.load(x + row * x_row + places, mask, 0.0).to(tl.float32)
         second = tl.load(x + row * x_row + places + n_pairs, mask, 0.0).to(tl.float32)
         target = out + row * heads * D + places
-        tl.store(target, (first * c1[None, :] - second * s1[None, :]).to(out.dtype.element_ty), mask)
-        tl.store(target + n_pairs, (second * c2[None, :] + first * s2[None, :]).to(out.dtype.element_ty), mask)
+        tl.store(
+            target, (first * c1[None, :] - second * s1[None, :]).to(out.dtype.element_ty), mask
+        )
+        tl.store(
+            target + n_pairs,
+            (second * c2[None, :] + first * s2[None, :]).to(out.dtype.element_ty),
+            mask,
+        )
         for start in tl.static_range(R, D, B):
             column = start + i
             mask = (head[:, None] < heads) & (column[None, :] < D)
             places = head[:, None] * D + column[None, :]
-            tl.store(out + row * heads * D + places, tl.load(x + row * x_row + places, mask, 0.0), mask)
+            tl.store(
+                out + row * heads * D + places, tl.load(x + row * x_row + places, mask, 0.0), mask
+            )
 
     @triton.jit
     def _swiglu_kernel(gate, up, out, n, BLOCK: tl.constexpr):
@@ -85,7 +104,15 @@ if triton is not None:
 
     @triton.jit
     def _statistics_kernel(
-        logits, banned, lse, entropy, V, inverse, BANNED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+        logits,
+        banned,
+        lse,
+        entropy,
+        V,
+        inverse,
+        BANNED: tl.constexpr,
+        ENTROPY: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         """Compute a row's log Σ e^x and its entropy in one pass.
 
@@ -164,7 +191,17 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bo
     heads, block = flat.shape[1], triton.next_power_of_2(rotated_width // 2)
     heads_per_program = max(1, min(triton.next_power_of_2(heads), 2048 // block))
     _rotate_kernel[(rows, triton.cdiv(heads, heads_per_program))](
-        flat, cos, sin, out, flat.stride(0), heads, width, rotated_width, backward, heads_per_program, block
+        flat,
+        cos,
+        sin,
+        out,
+        flat.stride(0),
+        heads,
+        width,
+        rotated_width,
+        backward,
+        heads_per_program,
+        block,
     )
     return out.view(x.shape)
 
@@ -186,7 +223,9 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx, gate, up):
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        out = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+        out = torch.empty(
+            gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device
+        )
         _swiglu_kernel[(triton.cdiv(out.numel(), 2048),)](gate, up, out, out.numel(), 2048)
         return out
 
@@ -195,7 +234,9 @@ class _Swiglu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         n = gate.numel()
-        _swiglu_backward_kernel[(triton.cdiv(n, 2048),)](grad.contiguous(), gate, up, dgate, dup, n, 2048)
+        _swiglu_backward_kernel[(triton.cdiv(n, 2048),)](
+            grad.contiguous(), gate, up, dgate, dup, n, 2048
+        )
         return dgate, dup
 
 
@@ -221,7 +262,16 @@ def head_statistics(
     lse = logits.new_empty(rows, 1)
     entropy = logits.new_empty(rows) if with_entropy else None
     _statistics_kernel[(rows,)](
-        logits, banned, lse, entropy, vocab, 1 / temperature, banned is not None, with_entropy, 4096, num_warps=8
+        logits,
+        banned,
+        lse,
+        entropy,
+        vocab,
+        1 / temperature,
+        banned is not None,
+        with_entropy,
+        4096,
+        num_warps=8,
     )
     return lse, entropy
 
@@ -245,7 +295,9 @@ def head_gradient(
     """
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=dtype, device=logits.device)
-    targets, lse, grad_logprobs, entropy, grad_entropy = (x if x is None else x.contiguous() for x in columns)
+    targets, lse, grad_logprobs, entropy, grad_entropy = (
+        x if x is None else x.contiguous() for x in columns
+    )
     _gradient_kernel[(rows, triton.cdiv(vocab, 4096))](
         logits, banned, targets, lse, entropy, grad_logprobs, grad_entropy, out, vocab, 1 / temperature,
         banned is not None, grad_logprobs is not None, grad_entropy is not None, 4096, num_warps=8,

@@ -30,7 +30,12 @@ def onednn_is_faster() -> bool:
         return False
     has_libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     has_onednn_linear = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return is_amd and has_libraries and has_onednn_linear and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return (
+        is_amd
+        and has_libraries
+        and has_onednn_linear
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
 
 
 @contextmanager
@@ -72,7 +77,11 @@ def add_matmul(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether oneDNN multiplies these: large float32 factors on a CPU where it is faster."""
-    large = a.device.type == "cpu" and a.dtype == torch.float32 and a.shape[0] * b.numel() >= ONEDNN_FROM
+    large = (
+        a.device.type == "cpu"
+        and a.dtype == torch.float32
+        and a.shape[0] * b.numel() >= ONEDNN_FROM
+    )
     if not large or not onednn_is_faster():
         return False
     # Within `bfloat16_products` PyTorch's own products must be used: their precision is set.

@@ -16,7 +16,11 @@ from unittest.mock import MagicMock
 import torch
 
 PROPERTIES = types.SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=81559 * 2**20, multi_processor_count=132
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    total_memory=81559 * 2**20,
+    multi_processor_count=132,
 )
 ANSWERS = {
     "is_available": True,

@@ -24,11 +24,19 @@ TOLERANCE = 5e-5
 #: Family → sizes of its member. The MoE is saved by transformers, in a layout that SGLang can't read.
 SIZES = {
     "qwen3_vl_moe": {
-        "text": {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        "text": {
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+        }
         | {"mlp_only_layers": []},
         "vision": {"depth": 3, "deepstack_visual_indexes": [0, 1, 2], "patch_size": 8},
     },
-    "qwen2_5_vl": {"text": {"num_hidden_layers": 3}, "vision": {"patch_size": 14, "window_size": 56, "depth": 3}},
+    "qwen2_5_vl": {
+        "text": {"num_hidden_layers": 3},
+        "vision": {"patch_size": 14, "window_size": 56, "depth": 3},
+    },
     "qwen3": {"text": {"num_hidden_layers": 3}},
 }
 #: Parts of a model whose weights come apart from the others', by what their names have in them.
@@ -44,8 +52,12 @@ def write_member(family, path):
     """A checkpoint with random weights, and the toy's tokenizer and image processor."""
     ids, sizes = special_ids(), SIZES[family]
     text = {"vocab_size": max(ids.values()) + 6, "max_position_embeddings": 4096}
-    text |= {"pad_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]} | sizes["text"]
-    model = tiny_model(5, family == "qwen3", family=family, text=text, vision=sizes.get("vision", {}))
+    text |= {"pad_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]} | sizes[
+        "text"
+    ]
+    model = tiny_model(
+        5, family == "qwen3", family=family, text=text, vision=sizes.get("vision", {})
+    )
     write_toy_files(path)
     if "vision" in sizes:
         for key, token in (
@@ -69,8 +81,14 @@ def member(request, tmp_path_factory):
         yield request.getfixturevalue("toy"), request.getfixturevalue("running")
         return
     family = family_of(request.param)
-    made = Toy(tmp_path_factory.mktemp(request.param), family, lambda path: write_member(request.param, path))
-    engine = engine_of(made, context_length=1024, report_routes=family.mixture(made.model.config) is not None)
+    made = Toy(
+        tmp_path_factory.mktemp(request.param),
+        family,
+        lambda path: write_member(request.param, path),
+    )
+    engine = engine_of(
+        made, context_length=1024, report_routes=family.mixture(made.model.config) is not None
+    )
     yield made, engine
     engine.close()
 
@@ -92,8 +110,15 @@ def furthest(engine, made, model, requests):
 def test_logprobs_are_those_of_transformers(member):
     """0 to 3 images of different sizes, alone and as groups, all in one batch."""
     made, engine = member
-    requests = [made.request(k, n, temperature=t) for k in images_of(made) for n, t in ((1, 1.0), (3, 0.7))]
-    keep(made.family.model_type, "sglang", furthest(engine, made, made.model, requests), limit=TOLERANCE)
+    requests = [
+        made.request(k, n, temperature=t) for k in images_of(made) for n, t in ((1, 1.0), (3, 0.7))
+    ]
+    keep(
+        made.family.model_type,
+        "sglang",
+        furthest(engine, made, made.model, requests),
+        limit=TOLERANCE,
+    )
 
 
 def test_routes_are_those_of_transformers(member):
@@ -107,7 +132,9 @@ def test_routes_are_those_of_transformers(member):
                 if engine.requests.mixture is None:
                     assert sample.routes is None
                     continue
-                expected = watched.chosen(partial(made.logp, request, sample.ids, model=watched.model))
+                expected = watched.chosen(
+                    partial(made.logp, request, sample.ids, model=watched.model)
+                )
                 assert sample.routes.dtype == np.uint8 and not sample.routes[-1].any()
                 np.testing.assert_array_equal(sample.routes[:-1], expected[:-1])
 
@@ -120,7 +147,9 @@ def test_weights_of_each_part_are_followed(member):
     for part in PARTS[made.family.model_type]:
         other, changed = made.perturbed(part)
         names = list(changed)
-        engine.load_weights([{n: changed[n] for n in half} for half in (names[::2], names[1::2]) if half], version=1)
+        engine.load_weights(
+            [{n: changed[n] for n in half} for half in (names[::2], names[1::2]) if half], version=1
+        )
         assert furthest(engine, made, other, requests) <= TOLERANCE, part
         moved = made.logp(requests[-1], ids, model=other) - made.logp(requests[-1], ids)
         assert moved[:, ~made.banned].abs().max() > 20 * TOLERANCE, part
@@ -135,7 +164,9 @@ def test_every_weight_of_the_engine_is_written_by_a_sync(member):
     def check(action):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        asked = CheckWeightsReqInput(action=action, skip_tensor_list=["axis_map"])  # which is no weight
+        asked = CheckWeightsReqInput(
+            action=action, skip_tensor_list=["axis_map"]
+        )  # which is no weight
         done, message, ranks, _ = engine.host.run(engine.host.manager.check_weights, asked).result()
         assert done, message
         return ranks and ranks[0]["checksums"]
@@ -166,16 +197,27 @@ def test_several_images_are_no_further_off_than_one(member):
     made, engine = member
     if not made.family.vision_tower:
         pytest.skip("text only")
-    rng, side = np.random.default_rng(0), made.processor.image_processor.patch_size * made.processor.merge_size
+    rng, side = (
+        np.random.default_rng(0),
+        made.processor.image_processor.patch_size * made.processor.merge_size,
+    )
     counts = [1] * 6 + list(range(2, 9))
-    shown = [[made.image(rng, side * rng.integers(1, 5, 2)) for _ in range(count)] for count in counts]
+    shown = [
+        [made.image(rng, side * rng.integers(1, 5, 2)) for _ in range(count)] for count in counts
+    ]
     requests = [made.request(tuple(images), 6, stop_ids=()) for images in shown]
     processor, model = made.processor, use_packed_attention(copy.deepcopy(made.model), made.family)
     off = differences(
         engine,
         requests,
         PolicyModel(model, made.family, made.banned, temperature=1.0, chunk=None),
-        Collator(made.family, processor.image_token_id, processor.merge_size, made.pixels, processor.pad_id),
+        Collator(
+            made.family,
+            processor.image_token_id,
+            processor.merge_size,
+            made.pixels,
+            processor.pad_id,
+        ),
     )
     assert list(off) == list(range(1, 9)) and off[1].mean() < 2e-6
     keep(made.family.model_type, "images sglang", ratio(off), limit=MOST)

@@ -15,9 +15,17 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize("part", ["rotate", "swiglu", "head"])
 def test_equals_the_formulas(part):
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, __file__, part], env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, __file__, part],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -28,7 +36,11 @@ def close(ours, exact, tolerance=1e-5):
 
 def rotate(torch, fused):
     """All columns, some of them, several leading dimensions, an input that isn't dense."""
-    for shape, turned, lead in (((1, 5, 3, 16), 16, (1, 5)), ((1, 4, 6, 24), 8, (1, 4)), ((3, 1, 2, 8), 8, (3, 1))):
+    for shape, turned, lead in (
+        ((1, 5, 3, 16), 16, (1, 5)),
+        ((1, 4, 6, 24), 8, (1, 4)),
+        ((3, 1, 2, 8), 8, (3, 1)),
+    ):
         x = torch.randn(shape, requires_grad=True)
         angles = torch.randn(*lead, 1, turned)
         cos, sin = angles.cos(), angles.sin()
@@ -40,8 +52,14 @@ def rotate(torch, fused):
             expected = torch.cat([a * cos + torch.cat([-second, first], -1) * sin, rest], -1)
             grad = torch.randn(shape)
             close(out, expected)
-            close(torch.autograd.grad(out, x, grad)[0], torch.autograd.grad(expected, exact, grad.double())[0])
-    x, angles = torch.randn(4, 2, 3, 8), torch.randn(4, 1, 1, 8)  # a vision tower's queries and keys at once
+            close(
+                torch.autograd.grad(out, x, grad)[0],
+                torch.autograd.grad(expected, exact, grad.double())[0],
+            )
+    x, angles = (
+        torch.randn(4, 2, 3, 8),
+        torch.randn(4, 1, 1, 8),
+    )  # a vision tower's queries and keys at once
     first, second = x.chunk(2, -1)
     expected = x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
     close(fused.rotate(x, angles.cos(), angles.sin()), expected.double())
@@ -54,7 +72,10 @@ def swiglu(torch, fused):
         out, expected = fused.swiglu(*inputs), torch.nn.functional.silu(exact[0]) * exact[1]
         grad = torch.randn(shape)
         close(out, expected)
-        made = torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, exact, grad.double())
+        made = (
+            torch.autograd.grad(out, inputs, grad),
+            torch.autograd.grad(expected, exact, grad.double()),
+        )
         for a, b in zip(*made, strict=True):
             close(a, b)
 
@@ -79,13 +100,19 @@ def head(torch, fused):
             close(lse[:, 0], tempered.logsumexp(-1))
             close(found, entropy.detach(), 1e-4)
             assert fused.head_statistics(logits, banned, 0.7, False)[1] is None
-            for g, h in ((torch.randn(4, 1), torch.randn(4, 1)), (torch.randn(4, 1), None), (None, torch.randn(4, 1))):
+            for g, h in (
+                (torch.randn(4, 1), torch.randn(4, 1)),
+                (torch.randn(4, 1), None),
+                (None, torch.randn(4, 1)),
+            ):
                 loss = sum(
                     (x * w.double()).sum()
                     for x, w in ((logp.gather(1, targets), g), (entropy[:, None], h))
                     if w is not None
                 )
-                ours = fused.head_gradient(logits, banned, 0.7, (targets, lse, g, found, h), torch.float32)
+                ours = fused.head_gradient(
+                    logits, banned, 0.7, (targets, lse, g, found, h), torch.float32
+                )
                 close(ours, torch.autograd.grad(loss, exact, retain_graph=True)[0], 1e-4)
 
 

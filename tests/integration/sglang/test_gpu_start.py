@@ -24,8 +24,12 @@ def unresolved(library, environment):
     """Libraries that the loader does not find for `library` under these variables. Its cache, which holds a system's own
     CUDA, is left out: many machines have none."""
     (loader,) = {*Path("/lib64").glob("ld-linux-*.so.*")} or {*Path("/lib").glob("ld-linux-*.so.*")}
-    environment = environment | {"LD_TRACE_LOADED_OBJECTS": "1"}  # list the libraries instead of running
-    done = subprocess.run([loader, "--inhibit-cache", library], env=environment, capture_output=True, text=True)
+    environment = environment | {
+        "LD_TRACE_LOADED_OBJECTS": "1"
+    }  # list the libraries instead of running
+    done = subprocess.run(
+        [loader, "--inhibit-cache", library], env=environment, capture_output=True, text=True
+    )
     return set(re.findall(r"(\S+) => not found", done.stdout))
 
 
@@ -39,9 +43,13 @@ def test_the_memory_savers_library_resolves_under_our_environment_and_not_withou
     assert unresolved(hook, os.environ | cuda_environment(shared_gpu=True)) <= {driver}
 
 
-def test_an_engine_that_could_not_compile_its_kernels_is_refused_before_it_starts(toy, tmp_path, monkeypatch):
+def test_an_engine_that_could_not_compile_its_kernels_is_refused_before_it_starts(
+    toy, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"nvcc.* is not at {tmp_path}/bin/nvcc; install the CUDA 13 toolkit"):
+    with pytest.raises(
+        RuntimeError, match=f"nvcc.* is not at {tmp_path}/bin/nvcc; install the CUDA 13 toolkit"
+    ):
         settings = Settings(model_path=toy.path, context_length=64, max_running=1, device="cuda")
         SglangEngine(settings, family_of("qwen3_vl"), banned=toy.banned, pixels=toy.pixels)
 
@@ -61,15 +69,24 @@ def on_an_h100(toy, tmp_path_factory):
     }
     cases = {}
     for kind, change in kinds.items():
-        settings = Settings(model_path=toy.path, context_length=512, max_running=256, device="cuda", **change)
+        settings = Settings(
+            model_path=toy.path, context_length=512, max_running=256, device="cuda", **change
+        )
         arguments, environment = settings.server_arguments(kv_tokens=0), settings.environment()
         environment["PATH"] = os.pathsep.join([str(nvidia_smi.parent), environment["PATH"]])
         cases[kind] = arguments, environment | _actor_environment(ClusterConfig())
-    del cases["left to SGLang"][0]["mm_feature_transport"], cases["left to SGLang"][1]["SGLANG_VLM_CACHE_SIZE_MB"]
+    del (
+        cases["left to SGLang"][0]["mm_feature_transport"],
+        cases["left to SGLang"][1]["SGLANG_VLM_CACHE_SIZE_MB"],
+    )
     cases["misspelt"] = cases["split"][0] | {"enable_memory_savers": True}, {}
     program = Path(__file__).with_name("pretended_h100.py")
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}  # of the CPU's engine
-    done = subprocess.run([sys.executable, program], input=json.dumps(cases), env=ours, capture_output=True, text=True)
+    ours = {
+        name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")
+    }  # of the CPU's engine
+    done = subprocess.run(
+        [sys.executable, program], input=json.dumps(cases), env=ours, capture_output=True, text=True
+    )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -115,5 +132,11 @@ def test_ranks_and_engines_share_their_nccl_settings(on_an_h100, kind):
         return {name: value for name, value in environment.items() if name.startswith("NCCL_")}
 
     engine, rank = settings(on_an_h100[kind][1]), settings(_actor_environment(ClusterConfig()))
-    assert engine.items() >= rank.items() >= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
-    assert set(engine) - set(rank) <= {"NCCL_GRAPH_REGISTER"}  # of graphs, which the ranks don't capture
+    assert (
+        engine.items()
+        >= rank.items()
+        >= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
+    )
+    assert set(engine) - set(rank) <= {
+        "NCCL_GRAPH_REGISTER"
+    }  # of graphs, which the ranks don't capture

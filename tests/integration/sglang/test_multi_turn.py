@@ -31,14 +31,23 @@ class Episodes:
 
     def go_on(self, images):
         """The next turn. `images`: of the observation of each episode."""
-        self.ask([self.next(r, s, shown) for r, s, shown in zip(self.asked[-1], self.samples[-1], images, strict=True)])
+        self.ask(
+            [
+                self.next(r, s, shown)
+                for r, s, shown in zip(self.asked[-1], self.samples[-1], images, strict=True)
+            ]
+        )
 
     def next(self, request, sample, images):
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         observed = {"role": "user", "content": [*parts, {"type": "text", "text": "What now?"}]}
         said = np.concatenate([request.ids, sample.ids])
-        asked = Observation(({"role": "user", "content": "?"},), ())  # stands for all that was said before
-        ids, grids = self.toy.renderer.follow(said, asked, [(sample.ids, Observation((observed,), tuple(images)))])
+        asked = Observation(
+            ({"role": "user", "content": "?"},), ()
+        )  # stands for all that was said before
+        ids, grids = self.toy.renderer.follow(
+            said, asked, [(sample.ids, Observation((observed,), tuple(images)))]
+        )
         grids = np.concatenate([request.image_grids, grids])
         return Request(ids, request.images + tuple(images), grids, request.sampling, request.seeds)
 
@@ -50,7 +59,9 @@ class Episodes:
             for turn, done in zip(self.asked, self.samples, strict=True)
             for r, s in zip(turn, done, strict=True)
         ]
-        return sum(len(r.ids) for turn in self.asked for r in turn) - sum(said[: len(first) * len(later)])
+        return sum(len(r.ids) for turn in self.asked for r in turn) - sum(
+            said[: len(first) * len(later)]
+        )
 
     def assert_exact(self, model=None, turns=slice(None)):
         for requests, samples in zip(self.asked[turns], self.samples[turns], strict=True):
@@ -74,13 +85,19 @@ def images_of(toy, seed, n):
 def test_turns_are_exact_and_only_what_is_new_is_computed(engine, toy, again):
     """Sixteen episodes, of which each turn shows no image, one or two; `again`: the second one is the first, shown again."""
     before = prefilled(engine)
-    episodes = Episodes(toy, engine, [toy.request(k % 3, seed=100 + k + 50 * again) for k in range(16)])
+    episodes = Episodes(
+        toy, engine, [toy.request(k % 3, seed=100 + k + 50 * again) for k in range(16)]
+    )
     for turn in range(2):
         shown = [images_of(toy, (k, turn), (k + turn) % 3) for k in range(16)]
-        episodes.go_on([episodes.asked[0][k].images[:2] if again else images for k, images in enumerate(shown)])
+        episodes.go_on(
+            [episodes.asked[0][k].images[:2] if again else images for k, images in enumerate(shown)]
+        )
     episodes.assert_exact()
     new = episodes.new_tokens()
-    assert 0.9 * new <= prefilled(engine) - before <= 1.1 * new, "less: prompts without images are alike"
+    assert 0.9 * new <= prefilled(engine) - before <= 1.1 * new, (
+        "less: prompts without images are alike"
+    )
 
 
 def test_an_update_in_mid_episode_is_followed_from_the_next_turn_on(engine, toy):
@@ -91,27 +108,40 @@ def test_an_update_in_mid_episode_is_followed_from_the_next_turn_on(engine, toy)
     before = prefilled(engine)
     episodes.go_on([images_of(toy, (k, 7), 1) for k in range(6)])
     whole = sum(len(request.ids) for request in episodes.asked[1])
-    assert 0.9 * whole <= prefilled(engine) - before <= whole, "the first ids of all prompts are the same"
-    versions = [{int(v) for sample in samples for v in sample.versions} for samples in episodes.samples]
+    assert 0.9 * whole <= prefilled(engine) - before <= whole, (
+        "the first ids of all prompts are the same"
+    )
+    versions = [
+        {int(v) for sample in samples for v in sample.versions} for samples in episodes.samples
+    ]
     assert versions == [{0}, {5}]
     episodes.assert_exact(turns=slice(1))
     episodes.assert_exact(toy.with_weights(changed), slice(1, None))
 
 
-def test_a_tower_that_stays_encodes_an_image_once_and_one_that_changes_again(engine, toy, monkeypatch):
+def test_a_tower_that_stays_encodes_an_image_once_and_one_that_changes_again(
+    engine, toy, monkeypatch
+):
     """The pixels are swapped for blank ones: who encodes the image again is blind."""
     requests = [toy.request(2, seed=300 + k) for k in range(4)]
     engine.generate(requests)
 
     def logprobs_are_those_of(model):
         def off(request, sample):
-            return float(np.abs(sample.logprobs - toy.of_tokens(request, sample, model=model)).max())
+            return float(
+                np.abs(sample.logprobs - toy.of_tokens(request, sample, model=model)).max()
+            )
 
         done = engine.generate(requests)
-        return max(off(r, completion.samples[0]) for r, completion in zip(requests, done, strict=True)) < TOLERANCE
+        return (
+            max(off(r, completion.samples[0]) for r, completion in zip(requests, done, strict=True))
+            < TOLERANCE
+        )
 
     language, tower = toy.perturbed("language_model")[1], toy.perturbed("visual")[1]
-    monkeypatch.setattr(engine.requests.pixels, "_pixels", lambda image: np.zeros_like(toy.pixels(image)))
+    monkeypatch.setattr(
+        engine.requests.pixels, "_pixels", lambda image: np.zeros_like(toy.pixels(image))
+    )
     engine.requests.pixels.close()
     engine.load_weights([language], version=1)
     assert logprobs_are_those_of(toy.with_weights(language)), "its pixels were read again"
@@ -127,7 +157,9 @@ def test_a_tower_that_stays_encodes_an_image_once_and_one_that_changes_again(eng
 def conversing(engine, toy):
     """What `accounting` wants of a toy, on this engine."""
     model = load_model(toy.path, family_of("qwen3_vl"), torch.float32)
-    return SimpleNamespace(engine=engine, model=model, processor=toy.processor, banned=toy.banned, pixels=toy.pixels)
+    return SimpleNamespace(
+        engine=engine, model=model, processor=toy.processor, banned=toy.banned, pixels=toy.pixels
+    )
 
 
 @pytest.mark.parametrize(("seed", "longest"), [(20, 2), (47, 6), (301, 20)])
@@ -138,7 +170,9 @@ def test_conversations_are_trained_as_they_were_sampled(conversing, seed, longes
     assert_scored_alike(conversing, groups, TOLERANCE)
 
 
-def test_dropped_thoughts_make_sequences_that_are_trained_as_they_were_sampled(conversing, monkeypatch):
+def test_dropped_thoughts_make_sequences_that_are_trained_as_they_were_sampled(
+    conversing, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(conversing.processor.tokenizer, "chat_template", DROPS)
         patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
@@ -155,7 +189,9 @@ def test_thoughts_are_closed_at_their_budget(conversing, monkeypatch):
         before = prefilled(conversing.engine)
         groups, asked, heard = thinking(conversing, 5, 2, longest=40)
         assert_pieces(conversing, groups, asked, 5, 40)
-    assert any(heard) and any(closed for g in groups for t in g.trajectories for _, _, closed in t.turn_thoughts)
+    assert any(heard) and any(
+        closed for g in groups for t in g.trajectories for _, _, closed in t.turn_thoughts
+    )
     assert_scored_alike(conversing, groups, TOLERANCE)
     shown = sum(len(request.ids) for request, _ in asked)
     assert prefilled(conversing.engine) - before < shown / 2

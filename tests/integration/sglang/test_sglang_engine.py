@@ -40,14 +40,18 @@ def test_logprobs_are_those_of_transformers(engine, toy, temperature):
         for sample in completion.samples:
             assert sample.ids.dtype == np.int32 and sample.logprobs.dtype == np.float32
             assert sample.versions.tolist() == [0] * len(sample.ids)
-            np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample, temperature), atol=TOLERANCE)
+            np.testing.assert_allclose(
+                sample.logprobs, toy.of_tokens(request, sample, temperature), atol=TOLERANCE
+            )
 
 
 def test_images_matter(toy):
     """Or the test above would pass with a blind engine."""
     request, other = toy.request(1), toy.request(1, seed=1)
     sample_ids = np.arange(5, 10, dtype=np.int32)
-    assert (toy.logp(request, sample_ids) - toy.logp(other, sample_ids))[:, ~toy.banned].abs().max() > 0.05
+    assert (toy.logp(request, sample_ids) - toy.logp(other, sample_ids))[
+        :, ~toy.banned
+    ].abs().max() > 0.05
 
 
 def test_a_group_of_8_differs_and_ends_as_the_torch_engine_ends(engine, toy):
@@ -63,7 +67,9 @@ def test_a_group_of_8_differs_and_ends_as_the_torch_engine_ends(engine, toy):
 
 
 def test_a_stop_id_as_last_token_allowed_is_a_stop(engine, toy):
-    first = int(engine.generate([toy.request(1, temperature=0.0, max_new_tokens=1)])[0].samples[0].ids[0])
+    first = int(
+        engine.generate([toy.request(1, temperature=0.0, max_new_tokens=1)])[0].samples[0].ids[0]
+    )
     request = toy.request(1, temperature=0.0, max_new_tokens=1, stop_ids=(first,))
     sample = engine.generate([request])[0].samples[0]
     assert sample.ids.tolist() == [first] and sample.finish_reason == "stop"
@@ -92,7 +98,9 @@ def test_greedy_ids_are_those_of_the_torch_engine(engine, toy):
 
 def test_banned_ids_are_never_sampled(engine, toy):
     """At a temperature that makes all ids alike, 7 in 308 would be banned ones."""
-    done = engine.generate([toy.request(0, 32, temperature=100.0, max_new_tokens=60, seed=s) for s in range(2)])
+    done = engine.generate(
+        [toy.request(0, 32, temperature=100.0, max_new_tokens=60, seed=s) for s in range(2)]
+    )
     ids = np.concatenate([s.ids for c in done for s in c.samples])
     assert len(ids) > 1000 and not toy.banned[ids].any()
 
@@ -117,7 +125,9 @@ def test_new_weights_are_followed_and_marked(engine, toy, part):
     engine.generate(requests)
     other, changed = toy.perturbed(part)
     names = list(changed)
-    engine.load_weights([{n: changed[n] for n in part} for part in (names[::2], names[1::2])], version=7)
+    engine.load_weights(
+        [{n: changed[n] for n in part} for part in (names[::2], names[1::2])], version=7
+    )
     assert engine.version == 7
     moved = 0.0
     for request, completion in zip(requests, engine.generate(requests), strict=True):
@@ -137,15 +147,21 @@ def test_some_values_of_weights_are_written_over(engine, toy, part):
     for name, value in changed.items():
         new[name] = torch.where(torch.rand(value.shape) < 0.4, value, old[name])
     pieces = tuple((name, tuple(value.shape), 0, value.numel()) for name, value in new.items())
-    before, after = (torch.cat([w[n].reshape(-1) for n in new]).view(torch.int32) for w in (old, new))
+    before, after = (
+        torch.cat([w[n].reshape(-1) for n in new]).view(torch.int32) for w in (old, new)
+    )
     delta = Delta.between(before, after, number=0, base=0, dtype="float32", pieces=pieces)
     engine.load_weights(patches([delta], "cpu"), version=3)
     other, moved = toy.with_weights(new), 0.0
     for request in [toy.request(k, 2) for k in range(3)]:
         for sample in engine.generate([request])[0].samples:
             assert (sample.versions == 3).all()
-            np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample, model=other), atol=1e-4)
-            moved = max(moved, float(np.abs(sample.logprobs - toy.of_tokens(request, sample)).max()))
+            np.testing.assert_allclose(
+                sample.logprobs, toy.of_tokens(request, sample, model=other), atol=1e-4
+            )
+            moved = max(
+                moved, float(np.abs(sample.logprobs - toy.of_tokens(request, sample)).max())
+            )
     assert moved > 0.01
 
 
@@ -246,7 +262,9 @@ def test_nothing_more_is_sampled_for_a_request_that_is_cancelled(engine, toy, mo
 
     monkeypatch.setattr(manager, "_handle_batch_output", noted)
     n_tokens = 450
-    cancelled, kept = engine.submit([toy.request(1, n, seed=n, max_new_tokens=n_tokens) for n in (4, 1)])
+    cancelled, kept = engine.submit(
+        [toy.request(1, n, seed=n, max_new_tokens=n_tokens) for n in (4, 1)]
+    )
     drawing(engine, 5)
     engine.pause()
     assert cancelled.cancel()
@@ -297,7 +315,9 @@ def test_an_image_is_told_from_another_of_its_size_and_found_again(engine, toy):
     for images in [(one, other), (other, one), (one, one), (one, other)]:
         request = toy.request(images, 2)
         for sample in engine.generate([request])[0].samples:
-            np.testing.assert_allclose(sample.logprobs, toy.of_tokens(request, sample), atol=TOLERANCE)
+            np.testing.assert_allclose(
+                sample.logprobs, toy.of_tokens(request, sample), atol=TOLERANCE
+            )
 
 
 def test_pixels_are_held_until_a_request_is_answered_or_given_up(engine, toy):
@@ -321,11 +341,22 @@ def test_pixels_are_held_until_a_request_is_answered_or_given_up(engine, toy):
 def test_the_warm_up_samples_in_each_way_with_an_image_and_without(engine, toy, monkeypatch):
     seen = []
     submit = engine.submit
-    monkeypatch.setattr(engine, "submit", lambda requests: seen.extend(requests) or submit(requests))
-    ways = [SamplingParams(temperature=0.7, stop_ids=(5,)), SamplingParams(temperature=0.0), SamplingParams(top_p=0.9)]
+    monkeypatch.setattr(
+        engine, "submit", lambda requests: seen.extend(requests) or submit(requests)
+    )
+    ways = [
+        SamplingParams(temperature=0.7, stop_ids=(5,)),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_p=0.9),
+    ]
     warm_up(engine, toy.renderer.prompt, ways, longest=512)
     kinds = {(r.sampling.temperature, r.sampling.top_p, len(r.images), len(r.seeds)) for r in seen}
-    assert kinds == {(t, p, i, n) for t, p in ((0.7, 1.0), (0.0, 1.0), (1.0, 0.9)) for i in (0, 1) for n in (1, 2)}
+    assert kinds == {
+        (t, p, i, n)
+        for t, p in ((0.7, 1.0), (0.0, 1.0), (1.0, 0.9))
+        for i in (0, 1)
+        for n in (1, 2)
+    }
     assert all(r.sampling.max_new_tokens == 2 and not r.sampling.stop_ids for r in seen)
 
 
@@ -338,7 +369,9 @@ def test_the_process_stays_ours(engine):
 
 def test_the_deterministic_option_needs_a_gpu(toy):
     with pytest.raises(ValueError, match="deterministic.*GPU"):
-        settings = Settings(model_path=toy.path, context_length=64, max_running=1, deterministic=True)
+        settings = Settings(
+            model_path=toy.path, context_length=64, max_running=1, deterministic=True
+        )
         SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels)
 
 
@@ -346,7 +379,12 @@ def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tm
     shutil.copytree(toy.path, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
     before = set(multiprocessing.active_children())
     with pytest.raises(EngineDied, match="did not start"):
-        settings = Settings(model_path=str(tmp_path / "broken"), context_length=64, max_running=1, dtype=torch.float32)
+        settings = Settings(
+            model_path=str(tmp_path / "broken"),
+            context_length=64,
+            max_running=1,
+            dtype=torch.float32,
+        )
         SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels)
     assert set(multiprocessing.active_children()) == before
     assert engine.generate([toy.request(1)])[0].samples
@@ -377,7 +415,11 @@ def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(runni
             future.result(15)
     assert time.monotonic() - start < 10
     assert not running.alive()
-    for use in (lambda: running.submit([toy.request(0)]), running.pause, lambda: running.load_weights([{}], 1)):
+    for use in (
+        lambda: running.submit([toy.request(0)]),
+        running.pause,
+        lambda: running.load_weights([{}], 1),
+    ):
         with pytest.raises(EngineDied):
             use()
     running.close()

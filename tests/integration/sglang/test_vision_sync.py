@@ -76,29 +76,43 @@ def away_from(toy, model, groups, temperature) -> dict[int, float]:
     found = {}
     for group in groups:
         samples = toy.samples_of(group)
-        theirs = [toy.of_tokens(toy.request_of(group), sample, temperature, model) for sample in samples]
+        theirs = [
+            toy.of_tokens(toy.request_of(group), sample, temperature, model) for sample in samples
+        ]
         ours = [sample.logprobs for sample in samples]
-        found[len(group.images)] = float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).mean())
+        found[len(group.images)] = float(
+            np.abs(np.concatenate(ours) - np.concatenate(theirs)).mean()
+        )
     return found
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
-def test_the_engine_follows_a_step_that_trains_the_vision_tower(engine, toy, trainer, temperature, top_p):
+def test_the_engine_follows_a_step_that_trains_the_vision_tower(
+    engine, toy, trainer, temperature, top_p
+):
     sampling = {"temperature": temperature, "top_p": top_p}
     before = sampled(engine, toy, **sampling)
     assert max(differences(trainer, before).values()) <= TOLERANCE
 
-    trainer.update(dict(enumerate(before)), [minibatch(before)], [((1.0,), (-1.0,), (0.5,), (-0.5,))] * len(before))
+    trainer.update(
+        dict(enumerate(before)),
+        [minibatch(before)],
+        [((1.0,), (-1.0,), (0.5,), (-0.5,))] * len(before),
+    )
     trained = dict(trainer.weights(torch.float32))
     assert any("visual" in name for name in trained)
     moved = differences(trainer, before)
-    assert min(moved.values()) > CLEARLY, "the step has moved the trainer away from what was sampled"
+    assert min(moved.values()) > CLEARLY, (
+        "the step has moved the trainer away from what was sampled"
+    )
 
     engine.load_weights(map(unpack, pack(trained.items(), 2**20)), version=1)  # several buckets
     after = sampled(engine, toy, **sampling)
     assert all((s.versions[s.loss_mask] == 1).all() for group in after for s in group.sequences)
     assert max(differences(trainer, after).values()) <= TOLERANCE
     # Neither the old weights nor the new ones behind the old tower explain what the engine says now.
-    stale = toy.with_weights({name: value for name, value in trained.items() if "visual" not in name})
+    stale = toy.with_weights(
+        {name: value for name, value in trained.items() if "visual" not in name}
+    )
     for model in (toy.model, stale):
         assert min(away_from(toy, model, after, temperature).values()) > CLEARLY

@@ -19,7 +19,10 @@ TOLERANCE = 1e-4
 def versions(toy):
     """Weights 1 and 2, the second with another tower too, and transformers' models of versions 0 to 2."""
     _, one = toy.perturbed("language_model", scale=0.1)
-    two = toy.perturbed("language_model", scale=0.1, seed=4)[1] | toy.perturbed("visual", scale=0.5)[1]
+    two = (
+        toy.perturbed("language_model", scale=0.1, seed=4)[1]
+        | toy.perturbed("visual", scale=0.5)[1]
+    )
     return [one, two], [toy.model, toy.with_weights(one), toy.with_weights(one | two)]
 
 
@@ -43,7 +46,8 @@ def test_requests_go_on_by_the_new_weights(engine, toy, versions):
     """Groups with images and without, alone and together; more than SGLang decodes at once, so that some have not begun."""
     weights, models = versions
     requests = [
-        toy.request(k % 3, n, seed=k, max_new_tokens=250, stop_ids=()) for k, n in enumerate([8, 1, 4, 8, 8, 8, 8])
+        toy.request(k % 3, n, seed=k, max_new_tokens=250, stop_ids=())
+        for k, n in enumerate([8, 1, 4, 8, 8, 8, 8])
     ]
     done = updated(engine, requests, weights)
     seen = set()
@@ -68,22 +72,30 @@ def test_a_later_turn_goes_on_behind_tokens_of_several_versions(engine, toy, ver
     for k, (request, completion) in enumerate(zip(first, done, strict=True)):
         more = toy.request(1, seed=60 + k, max_new_tokens=160, stop_ids=())
         parts = zip(
-            (request.ids, request.images, request.image_grids), (more.ids, more.images, more.image_grids), strict=True
+            (request.ids, request.images, request.image_grids),
+            (more.ids, more.images, more.image_grids),
+            strict=True,
         )
         (ids, more_ids), (images, new), (grids, new_grids) = parts
         ids = np.concatenate([ids, completion.samples[0].ids, more_ids])
-        second.append(Request(ids, images + new, np.concatenate([grids, new_grids]), more.sampling, (k,)))
+        second.append(
+            Request(ids, images + new, np.concatenate([grids, new_grids]), more.sampling, (k,))
+        )
     futures = engine.submit(second)
     drawing(engine, 4)
     engine.pause()
     engine.load_weights([weights[1]], version=2)
     time.sleep(0.3)
-    assert not any(future.done() for future in futures), "the update has ended a pause that was not its own"
+    assert not any(future.done() for future in futures), (
+        "the update has ended a pause that was not its own"
+    )
     engine.resume()
     again = [future.result(120) for future in futures]
     for request, completion in zip([*first, *second], [*done, *again], strict=True):
         (sample,) = completion.samples
-        np.testing.assert_allclose(sample.logprobs, explained(toy, models, request, sample), atol=TOLERANCE)
+        np.testing.assert_allclose(
+            sample.logprobs, explained(toy, models, request, sample), atol=TOLERANCE
+        )
     assert {1, 2} <= {int(v) for completion in again for v in completion.samples[0].versions}
 
 
@@ -104,7 +116,9 @@ def test_half_an_update_samples_nothing(engine, toy, versions):
     engine.load_weights([weights[0]], version=1)
     for sample in future.result(120).samples:
         assert set(sample.versions) == {0, 1}
-        np.testing.assert_allclose(sample.logprobs, explained(toy, models[:2], request, sample), atol=TOLERANCE)
+        np.testing.assert_allclose(
+            sample.logprobs, explained(toy, models[:2], request, sample), atol=TOLERANCE
+        )
 
 
 def test_kept_tokens_are_those_of_decoding_with_swapped_weights(engine, toy, versions, monkeypatch):
@@ -142,15 +156,22 @@ def test_kept_tokens_are_those_of_decoding_with_swapped_weights(engine, toy, ver
         past = None
         for before, sample in (([], done.samples[i]), (shown, answer.samples[0])):
             new = new if past is None else torch.tensor([[*new[0].tolist(), *before]])
-            for t, (token, version) in enumerate(zip(sample.ids.tolist(), sample.versions.tolist(), strict=True)):
+            for t, (token, version) in enumerate(
+                zip(sample.ids.tolist(), sample.versions.tolist(), strict=True)
+            ):
                 model.load_state_dict(models[version].state_dict())
                 with torch.no_grad():
                     out = model(input_ids=new, past_key_values=past, use_cache=True, **inputs)
                 logits = out.logits[0, -1].float()
                 logits[torch.from_numpy(toy.banned)] = -torch.inf
-                assert abs(float(logits.log_softmax(-1)[token]) - sample.logprobs[t]) < TOLERANCE, (t, version)
+                assert abs(float(logits.log_softmax(-1)[token]) - sample.logprobs[t]) < TOLERANCE, (
+                    t,
+                    version,
+                )
                 past, inputs, new = out.past_key_values, {}, torch.tensor([[token]])
         whole = toy.of_tokens(second, answer.samples[0], model=models[1])
-        assert np.abs(whole - answer.samples[0].logprobs).max() > 10 * TOLERANCE, "then there is nothing to tell apart"
+        assert np.abs(whole - answer.samples[0].logprobs).max() > 10 * TOLERANCE, (
+            "then there is nothing to tell apart"
+        )
     engine.end_sessions(request.sessions)
     assert not engine.requests.session_updates

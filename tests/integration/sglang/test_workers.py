@@ -15,7 +15,10 @@ from rlinf_vl.config import load_config
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport.buckets import pack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # engines start, one after the other
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+]  # engines start, one after the other
 #: Several buckets even for the toy.
 BUCKET_BYTES = 2**18
 GROUPS, SAMPLES = 24, 8
@@ -25,7 +28,9 @@ HEARTBEAT_TIMEOUT = 20.0
 @pytest.fixture(scope="module")
 def other(toy):
     """A model with other weights everywhere."""
-    return toy.with_weights(toy.weights() | toy.perturbed("visual")[1] | toy.perturbed("language_model")[1])
+    return toy.with_weights(
+        toy.weights() | toy.perturbed("visual")[1] | toy.perturbed("language_model")[1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,9 @@ def parts(toy, other, tmp_path_factory):
 
 
 def assert_sampled_from(pool, toy, model, version):
-    results = pool.submit([Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(4)]).results()
+    results = pool.submit(
+        [Task(f"g{i}", "train", i, (2 * i, 2 * i + 1)) for i in range(4)]
+    ).results()
     groups = ray.get([reference for _, reference in results])
     pool.release([summary for summary, _ in results])
     for group in groups:
@@ -95,14 +102,19 @@ def test_an_engine_that_is_killed_or_stopped_is_replaced(parts, toy, number, cap
     """In the middle of a rollout: every group comes back once, sampled by the same weights."""
     _, pool = parts
     other, changed = toy.perturbed("language_model")
-    pool.load_weights([ray.put(bucket) for bucket in pack((toy.weights() | changed).items())], version=7)
+    pool.load_weights(
+        [ray.put(bucket) for bucket in pack((toy.weights() | changed).items())], version=7
+    )
     before = pool.restarts
     _, worker = ray.get(pool.workers[0].process.remote())
     engine = psutil.Process(worker).children(recursive=True)
     scheduler = max(engine, key=lambda p: p.memory_info().rss)  # its title is not always there
     arrived, found, struck = [], {}, 0.0
 
-    tasks = [Task(f"g{i}", "train", i, tuple(range(SAMPLES * i, SAMPLES * (i + 1)))) for i in range(GROUPS)]
+    tasks = [
+        Task(f"g{i}", "train", i, tuple(range(SAMPLES * i, SAMPLES * (i + 1))))
+        for i in range(GROUPS)
+    ]
     with caplog.at_level(logging.WARNING, "rlinf_vl"):
         for summary, group in pool.submit(tasks):
             found[summary.id] = summary, group
@@ -112,19 +124,26 @@ def test_an_engine_that_is_killed_or_stopped_is_replaced(parts, toy, number, cap
                 struck = time.time()
     assert pool.restarts == before + 1
     (noticed,) = [r for r in caplog.records if "a rollout worker is replaced" in r.getMessage()]
-    assert noticed.created - struck < HEARTBEAT_TIMEOUT + 30, "the heartbeat's period, and a busy machine's moment"
-    _, alive = psutil.wait_procs([psutil.Process(worker), *engine] if psutil.pid_exists(worker) else engine, 10)
+    assert noticed.created - struck < HEARTBEAT_TIMEOUT + 30, (
+        "the heartbeat's period, and a busy machine's moment"
+    )
+    _, alive = psutil.wait_procs(
+        [psutil.Process(worker), *engine] if psutil.pid_exists(worker) else engine, 10
+    )
     assert not alive
 
     results = [found[task.group_id] for task in tasks]
-    assert len(set(arrived)) == GROUPS < len(arrived), "what the dead engine had answered was asked again"
+    assert len(set(arrived)) == GROUPS < len(arrived), (
+        "what the dead engine had answered was asked again"
+    )
     assert {(s.min_version, s.max_version) for s, _ in results} == {(7, 7)}
     assert all(error is None for s, _ in results for error in s.errors)
     groups = ray.get([reference for _, reference in results])
     pool.release([summary for summary, _ in results])
     assert [group.id for group in groups] == [task.group_id for task in tasks]
     assert all(
-        len(group.trajectories) == SAMPLES and all(t.n_response_tokens for t in group.trajectories) for group in groups
+        len(group.trajectories) == SAMPLES and all(t.n_response_tokens for t in group.trajectories)
+        for group in groups
     )
 
     for group in groups[:4]:

@@ -52,7 +52,12 @@ def policy(mesh):
 def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patches):
     rng = np.random.default_rng(0)
     first = group(rng, [(2, 3), (1, 2)], [4, 2], "a")
-    groups = {0: first, 1: group(rng, [], [3], "b"), 2: replace(first, id="c"), 3: group(rng, [(3, 3)], [5, 6], "d")}
+    groups = {
+        0: first,
+        1: group(rng, [], [3], "b"),
+        2: replace(first, id="c"),
+        3: group(rng, [(3, 3)], [5, 6], "d"),
+    }
     encoded = []
 
     def counted(image):
@@ -62,7 +67,9 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
     collate = replace(tiny_collator(), pixels=counted)
     cached = BatchMaker(policy, collate, VisionCache(2**20, "cpu"), max_patches)
     steps = [[(0, 0), (1, 0)], [(2, 0), (3, 1)], [(0, 1), (3, 0)], []]
-    mini = RankMiniBatch(tuple(tuple(Item(g, i, 1, 1) for g, i in step) for step in steps), (True,) * 4, 1)
+    mini = RankMiniBatch(
+        tuple(tuple(Item(g, i, 1, 1) for g, i in step) for step in steps), (True,) * 4, 1
+    )
     advantages = {g: [[0.0]] * 2 for g in groups}
     for _ in range(2):
         cached.prepare(groups.values())
@@ -83,4 +90,6 @@ def test_weights_stay_sharded_after_encoding(policy):
     make = BatchMaker(policy, tiny_collator(), VisionCache(2**20, "cpu"), 100)
     before = {name: id(p) for name, p in policy.named_parameters()}
     make.prepare([g])
-    assert {name: id(p) for name, p in policy.named_parameters()} == before, "an optimizer would hold other parameters"
+    assert {name: id(p) for name, p in policy.named_parameters()} == before, (
+        "an optimizer would hold other parameters"
+    )

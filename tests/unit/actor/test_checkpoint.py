@@ -13,7 +13,11 @@ TOTAL = 10
 
 def started(mesh, toy_folder, *overrides, step=None, folder=None):
     """A trainer with these settings, from the checkpoint of `step` in `folder` if one is named."""
-    settings = ("algorithm.n_minibatches=2", "actor.fsdp_config.mixed_precision.param_dtype=fp32", *overrides)
+    settings = (
+        "algorithm.n_minibatches=2",
+        "actor.fsdp_config.mixed_precision.param_dtype=fp32",
+        *overrides,
+    )
     trainer = load_trainer(load_config("toy-grpo-cpu", settings), str(toy_folder), mesh, TOTAL)
     if folder is not None:
         trainer.load(str(folder), step)
@@ -41,13 +45,18 @@ def weights(trainer):
 
 def moments(trainer):
     state = trainer.optimizer.state
-    return {n: local(state[p]["exp_avg"]) for n, p in trainer.policy.named_parameters() if p in state}
+    return {
+        n: local(state[p]["exp_avg"]) for n, p in trainer.policy.named_parameters() if p in state
+    }
 
 
 def settings_of(optimizer):
     """What a step depends on, per group: the number of weights in it stands for the group."""
     names = ("lr", "initial_lr", "betas", "eps", "weight_decay")
-    return [{name: group[name] for name in names} | {"n": len(group["params"])} for group in optimizer.param_groups]
+    return [
+        {name: group[name] for name in names} | {"n": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
 
 
 def equal(a, b):
@@ -79,7 +88,9 @@ def test_with_the_same_settings_a_rank_goes_on_as_if_it_had_never_stopped(mesh, 
     assert equal(weights(trainer), later) and settings_of(trainer.optimizer) == settings_later
 
 
-def test_settings_that_have_changed_count_and_the_schedule_goes_on_from_its_step(mesh, toy_folder, saved):
+def test_settings_that_have_changed_count_and_the_schedule_goes_on_from_its_step(
+    mesh, toy_folder, saved
+):
     folder, at_save, moments_then, *_ = saved
     changed = {
         "lr": "0.002",
@@ -103,7 +114,9 @@ def test_settings_that_have_changed_count_and_the_schedule_goes_on_from_its_step
         assert settings_of(trainer.optimizer) == settings_of(optimizer)
         assert trainer.scheduler.get_last_lr() == schedule.get_last_lr()
         train(trainer, 1)
-    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.03, 0.0}, "vectors are spared"
+    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.03, 0.0}, (
+        "vectors are spared"
+    )
 
 
 def test_other_mini_batches_a_step_leave_the_schedule_at_its_step(mesh, toy_folder, saved):
@@ -145,7 +158,11 @@ def test_engines_get_a_frozen_tower_that_was_trained_and_the_reference_keeps_the
     mesh, toy_folder, towers, kl_beta
 ):
     folder, _, trained = towers
-    overrides = ("actor.model.freeze_vision_tower=true", "rollout.model.precision=fp32", f"algorithm.kl_beta={kl_beta}")
+    overrides = (
+        "actor.model.freeze_vision_tower=true",
+        "rollout.model.precision=fp32",
+        f"algorithm.kl_beta={kl_beta}",
+    )
     trainer = started(mesh, toy_folder, *overrides)
     base = tower_of(trainer.policy)
     trainer.load(str(folder), 1)
@@ -154,12 +171,16 @@ def test_engines_get_a_frozen_tower_that_was_trained_and_the_reference_keeps_the
         assert equal(sent(trainer), trained)
     if kl_beta:
         assert equal(tower_of(trainer.reference), base)
-        assert trainer.batches.cache is None, "features of the policy's tower are not the reference's"
+        assert trainer.batches.cache is None, (
+            "features of the policy's tower are not the reference's"
+        )
     else:
         assert trainer.batches.cache is not None
 
 
-def test_a_frozen_tower_that_is_the_base_models_is_neither_sent_nor_encoded_twice(mesh, toy_folder, towers):
+def test_a_frozen_tower_that_is_the_base_models_is_neither_sent_nor_encoded_twice(
+    mesh, toy_folder, towers
+):
     _, folder, _ = towers
     overrides = ("actor.model.freeze_vision_tower=true", "algorithm.kl_beta=0.1")
     trainer = started(mesh, toy_folder, *overrides, step=1, folder=folder)
@@ -167,11 +188,20 @@ def test_a_frozen_tower_that_is_the_base_models_is_neither_sent_nor_encoded_twic
     assert trainer.batches.cache is not None
 
 
-def test_a_tower_that_was_frozen_and_is_now_trained_starts_without_optimizer_state(mesh, toy_folder, towers):
+def test_a_tower_that_was_frozen_and_is_now_trained_starts_without_optimizer_state(
+    mesh, toy_folder, towers
+):
     _, folder, _ = towers
-    trainer = started(mesh, toy_folder, "actor.model.freeze_vision_tower=false", step=1, folder=folder)
+    trainer = started(
+        mesh, toy_folder, "actor.model.freeze_vision_tower=false", step=1, folder=folder
+    )
     state, parameters = trainer.optimizer.state, dict(trainer.policy.named_parameters())
     assert {".visual." in name for name, param in parameters.items() if param in state} == {False}
     train(trainer, 1)
-    steps = {(".visual." in name, float(state[param]["step"])) for name, param in parameters.items()}
-    assert steps == {(True, 2.0), (False, 4.0)}  # two mini-batches a step, of which the others have had one more
+    steps = {
+        (".visual." in name, float(state[param]["step"])) for name, param in parameters.items()
+    }
+    assert steps == {
+        (True, 2.0),
+        (False, 4.0),
+    }  # two mini-batches a step, of which the others have had one more

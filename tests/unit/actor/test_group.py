@@ -13,5 +13,7 @@ def test_neighbours_on_a_node_share_the_weights(nodes, expected):
 
 @pytest.mark.parametrize("nodes", ["aab", "abab", "abba"])
 def test_nodes_that_do_not_come_out_even_are_refused(nodes):
-    with pytest.raises(RunError, match=r"actor\.fsdp_config\.strategy: hsdp needs equally many .* Set fsdp2"):
+    with pytest.raises(
+        RunError, match=r"actor\.fsdp_config\.strategy: hsdp needs equally many .* Set fsdp2"
+    ):
         ranks_per_node(list(nodes))

@@ -59,7 +59,9 @@ def train(trainer, steps):
 
 def weights(trainer):
     found = {name: param.detach() for name, param in trainer.policy.named_parameters()}
-    return {name: (p.to_local() if isinstance(p, DTensor) else p).clone() for name, p in found.items()}
+    return {
+        name: (p.to_local() if isinstance(p, DTensor) else p).clone() for name, p in found.items()
+    }
 
 
 def equal(a, b):
@@ -69,7 +71,9 @@ def equal(a, b):
 def run_of(mesh, toy_folder, folder, override):
     trainer = started(mesh, toy_folder, override)
     train(trainer, 3)
-    save_config(config_of(override, f"rollout.model.model_path={toy_folder}"), folder / "config.yaml")
+    save_config(
+        config_of(override, f"rollout.model.model_path={toy_folder}"), folder / "config.yaml"
+    )
     trainer.stage()
     save_checkpoint(folder, 3, trainer.write, {"step": 3}, keep_last=-1)
     return folder, trainer, override
@@ -104,25 +108,38 @@ def test_both_ways_of_sending_give_the_same_logprobs(trained, toy_folder):
         processor = Processor(toy_folder, family_of("auto", toy_folder))
         engine = make_engine(config, str(toy_folder), processor, "cpu")
         try:
-            ids = processor.tokenizer("How many red squares are there?", return_tensors="np")["input_ids"][0]
+            ids = processor.tokenizer("How many red squares are there?", return_tensors="np")[
+                "input_ids"
+            ][0]
             sampling = SamplingParams(max_new_tokens=24)
-            asked = [Request(ids.astype(np.int32), (), np.zeros((0, 3), np.int64), sampling, tuple(range(8)))]
+            asked = [
+                Request(
+                    ids.astype(np.int32), (), np.zeros((0, 3), np.int64), sampling, tuple(range(8))
+                )
+            ]
             before = engine.generate(asked)
             engine.load_weights([sent[sync]], 1)
             drawn[sync] = engine.generate(asked)[0].samples
         finally:
             engine.close()
-        assert any(a.ids.tolist() != b.ids.tolist() for a, b in zip(before[0].samples, drawn[sync], strict=True))
+        assert any(
+            a.ids.tolist() != b.ids.tolist()
+            for a, b in zip(before[0].samples, drawn[sync], strict=True)
+        )
     lora.sync = "merged"
     for merged, adapters in zip(drawn["merged"], drawn["adapters"], strict=True):
         assert merged.ids.tolist() == adapters.ids.tolist()
         np.testing.assert_allclose(merged.logprobs, adapters.logprobs, atol=1e-5, rtol=0)
     touched = {name.partition(".lora_")[0] for name in sent["adapters"]}
-    assert {name.removesuffix(".weight") for name in sent["merged"]} == touched, "what adapters do not touch stays"
+    assert {name.removesuffix(".weight") for name in sent["merged"]} == touched, (
+        "what adapters do not touch stays"
+    )
     assert any("visual" in name for name in touched) == ("all-linear" in targets)
 
 
-def test_a_checkpoint_has_the_adapters_and_a_rank_goes_on_as_if_it_had_never_stopped(mesh, trained, toy_folder):
+def test_a_checkpoint_has_the_adapters_and_a_rank_goes_on_as_if_it_had_never_stopped(
+    mesh, trained, toy_folder
+):
     resumes(mesh, toy_folder, *trained)
 
 
@@ -138,7 +155,9 @@ def resumes(mesh, toy_folder, folder, trainer, targets):
         f"model.{name}" for name, _ in trainer.policy.named_parameters() if is_adapter(name)
     }
     adapters = sum(p.numel() for n, p in trainer.policy.named_parameters() if is_adapter(n))
-    assert 12 * adapters < size < 1.3 * 12 * adapters + 200_000, "float32 adapters with two moments, and nothing else"
+    assert 12 * adapters < size < 1.3 * 12 * adapters + 200_000, (
+        "float32 adapters with two moments, and nothing else"
+    )
     at_save = weights(trainer)
     again = started(mesh, toy_folder, targets, step=3, folder=actor)
     assert equal(weights(again), at_save) and not again.frozen_differ
@@ -190,7 +209,9 @@ def exported(folder, toy_folder, tmp_path):
     export_checkpoint(folder, tmp_path / "merged", "fp32")
     export_checkpoint(folder, tmp_path / "adapters", adapters=True)
     where = tmp_path / "merged", toy_folder
-    merged, base = (AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32) for path in where)
+    merged, base = (
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32) for path in where
+    )
     return merged, base
 
 
@@ -207,7 +228,9 @@ def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
     without = logprobs(base, ids)
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapters")
     assert {p.dtype for n, p in loaded.named_parameters() if is_adapter(n)} == {torch.float32}
-    torch.testing.assert_close(logprobs(loaded.model, ids), logprobs(merged, ids), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logprobs(loaded.model, ids), logprobs(merged, ids), atol=1e-5, rtol=0
+    )
     assert (logprobs(merged, ids) - without).abs().max() > 0.1
     with pytest.raises(ConfigError, match="--adapters: the run of .* trained none"):
         save_config(load_config("toy-grpo-cpu"), tmp_path / "config.yaml")
@@ -217,30 +240,47 @@ def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
 
 def test_the_table_names_adapters(mesh, trained):
     _, trainer, targets = trained
-    rows = [line.split("  ") for line in parts_table(trainer.policy, mesh, trainer.actor).splitlines()]
+    rows = [
+        line.split("  ") for line in parts_table(trainer.policy, mesh, trainer.actor).splitlines()
+    ]
     names = [row[0].strip() for row in rows]
     parts = ["language_model", "projector", "vision_tower"]
     adapted = parts if "all-linear" in targets else parts[:1]
-    assert names == ["part", *(n for p in parts for n in ([p, f"{p} adapters"] if p in adapted else [p]))]
+    assert names == [
+        "part",
+        *(n for p in parts for n in ([p, f"{p} adapters"] if p in adapted else [p])),
+    ]
     for row in rows[1:]:
         assert (row[-1].strip() == "frozen") == ("adapters" not in row[0])
     assert (trainer.batches.cache is None) == trainer.trains_vision == ("all-linear" in targets)
 
 
 @torch.no_grad()
-def test_a_quantized_runs_export_is_its_dequantized_base_and_its_adapters(quantized, toy_folder, tmp_path):
+def test_a_quantized_runs_export_is_its_dequantized_base_and_its_adapters(
+    quantized, toy_folder, tmp_path
+):
     folder, trainer, _ = quantized
     merged, base = exported(folder, toy_folder, tmp_path)
     ids = torch.arange(20, 60)[None]
     sent = dict(trainer.weights(torch.float32))
-    packed = {name.replace(".base_layer", "") for name, p in trainer.policy.model.named_parameters() if is_quantized(p)}
+    packed = {
+        name.replace(".base_layer", "")
+        for name, p in trainer.policy.model.named_parameters()
+        if is_quantized(p)
+    }
     assert sent.keys() == packed
-    assert {n: v.shape for n, v in trainer.weights(torch.float32, "meta")} == {n: v.shape for n, v in sent.items()}
+    assert {n: v.shape for n, v in trainer.weights(torch.float32, "meta")} == {
+        n: v.shape for n, v in sent.items()
+    }
     for name, value in sent.items():
         torch.testing.assert_close(merged.get_parameter(name), value, atol=0, rtol=0)
     before = logprobs(base, ids)
-    loaded = PeftModel.from_pretrained(in_4_bits(base, ["model.visual", "lm_head"]), tmp_path / "adapters")
-    torch.testing.assert_close(logprobs(loaded.model, ids), logprobs(merged, ids), atol=1e-5, rtol=0)
+    loaded = PeftModel.from_pretrained(
+        in_4_bits(base, ["model.visual", "lm_head"]), tmp_path / "adapters"
+    )
+    torch.testing.assert_close(
+        logprobs(loaded.model, ids), logprobs(merged, ids), atol=1e-5, rtol=0
+    )
     assert (logprobs(merged, ids) - before).abs().max() > 0.1
 
 
@@ -251,7 +291,9 @@ def test_quantized_weights_are_whole_said_so_and_moved_with_the_others(mesh, qua
     packed = [p for p in trainer.policy.parameters() if is_quantized(p)]
     total = sum(shape_of(p).numel() for p in packed)
     assert f"{total:,}" in row and "nf4, fp32" in row and row.rstrip().endswith("frozen")
-    assert total == 2 * sum(p.nbytes for p in packed) and not any(isinstance(p, DTensor) for p in packed)
+    assert total == 2 * sum(p.nbytes for p in packed) and not any(
+        isinstance(p, DTensor) for p in packed
+    )
     before = {name: value.clone() for name, value in trainer.weights(torch.float32)}
     trainer.memory.release(["weights"])
     trainer.memory.restore()

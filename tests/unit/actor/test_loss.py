@@ -15,7 +15,9 @@ from rlinf_vl.config.schema.algorithm import RejectionConfig
 from rlinf_vl.types import MicroBatch
 
 
-def batch_of(trajectories: list[int], advantages: list[float], turns: list[int] | None = None) -> MicroBatch:
+def batch_of(
+    trajectories: list[int], advantages: list[float], turns: list[int] | None = None
+) -> MicroBatch:
     n, none = len(trajectories), np.zeros(0, np.int64)
     return MicroBatch(
         ids=np.zeros(n, np.int64), positions=np.zeros((4, n), np.int64), cu_seqlens=np.array([0, n]), prefix=np.array([-1]),
@@ -78,7 +80,9 @@ def test_tokens_sampled_on_a_corrupted_image_are_taken_as_the_trainers_own(level
         batch_of([0, 0, 1, 1], [1.0, 1.0, -2.0, -2.0]), rollout_logprobs=rollout,
         corrupted=np.array([False, False, True, True]),
     )  # fmt: skip
-    loss, sums = micro_batch_loss(old.clone().requires_grad_(), torch.zeros(4), old, Passes(), batch, algorithm, 4)
+    loss, sums = micro_batch_loss(
+        old.clone().requires_grad_(), torch.zeros(4), old, Passes(), batch, algorithm, 4
+    )
     gaps = [0.2, -0.1]
     weights = {"token": [math.exp(g) for g in gaps], "sequence": [math.exp(sum(gaps))] * 2}
     weights["geometric"] = [math.exp(sum(gaps) / 2)] * 2
@@ -102,7 +106,9 @@ KEPT = {  # → tokens that stay
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize(("level", "veto"), KEPT, ids=str)
-def test_what_is_rejected_leaves_all_terms_of_the_loss_and_no_count_below_it(level, veto, aggregation):
+def test_what_is_rejected_leaves_all_terms_of_the_loss_and_no_count_below_it(
+    level, veto, aggregation
+):
     algorithm = with_presets(AlgorithmConfig(
         loss_agg_func=aggregation, entropy_bonus=0.1, importance_sampling_clip=3.0,
         rejection=RejectionConfig(level=level, veto=veto),
@@ -116,14 +122,26 @@ def test_what_is_rejected_leaves_all_terms_of_the_loss_and_no_count_below_it(lev
     loss, sums = micro_batch_loss(logprobs, entropy, old, Passes(), batch, algorithm, 10)
     loss.backward()
     weights = [min(ratio, 3.0) for ratio in RATIOS]
-    tokens = [k * -(w * a + 0.1 * e) for k, w, a, e in zip(kept, weights, advantages, entropy.tolist(), strict=True)]
-    lengths = [max(1, sum(kept[i // 2 * 2 :][:2])) if aggregation == "seq-mean-token-mean" else 1 for i in range(6)]
-    assert loss.item() == pytest.approx(sum(t / n for t, n in zip(tokens, lengths, strict=True)) / 10)
-    gradient = [-k * w * a / n / 10 for k, w, a, n in zip(kept, weights, advantages, lengths, strict=True)]
+    tokens = [
+        k * -(w * a + 0.1 * e)
+        for k, w, a, e in zip(kept, weights, advantages, entropy.tolist(), strict=True)
+    ]
+    lengths = [
+        max(1, sum(kept[i // 2 * 2 :][:2])) if aggregation == "seq-mean-token-mean" else 1
+        for i in range(6)
+    ]
+    assert loss.item() == pytest.approx(
+        sum(t / n for t, n in zip(tokens, lengths, strict=True)) / 10
+    )
+    gradient = [
+        -k * w * a / n / 10 for k, w, a, n in zip(kept, weights, advantages, lengths, strict=True)
+    ]
     assert logprobs.grad.tolist() == pytest.approx(gradient)
     metrics = sums.compute()
     assert metrics["actor/rejected_tokens"] == pytest.approx(1 - sum(kept) / 6)
-    assert metrics["actor/rejected_sequences"] == pytest.approx(sum(0 in kept[i : i + 2] for i in (0, 2, 4)) / 3)
+    assert metrics["actor/rejected_sequences"] == pytest.approx(
+        sum(0 in kept[i : i + 2] for i in (0, 2, 4)) / 3
+    )
     assert metrics.get("actor/vetoed_sequences") == (None if veto is None else pytest.approx(1 / 3))
     # before rejection: of all
     assert metrics["actor/tis_mean"] == pytest.approx(sum(weights) / 6)
@@ -135,12 +153,19 @@ def test_what_is_rejected_leaves_all_terms_of_the_loss_and_no_count_below_it(lev
 
 def test_a_micro_batch_whose_tokens_are_all_rejected_has_no_loss_and_no_gradient():
     algorithm = with_presets(AlgorithmConfig(rejection=RejectionConfig(level="token")))
-    batch = replace(batch_of([0, 0, 1], [1.0, 1.0, 1.0]), rollout_logprobs=np.array([-9.0, -9, np.nan], np.float32))
+    batch = replace(
+        batch_of([0, 0, 1], [1.0, 1.0, 1.0]),
+        rollout_logprobs=np.array([-9.0, -9, np.nan], np.float32),
+    )
     logprobs = torch.full((3,), -1.0, requires_grad=True)
-    loss, sums = micro_batch_loss(logprobs, torch.zeros(3), logprobs.detach(), Passes(), batch, algorithm, 3)
+    loss, sums = micro_batch_loss(
+        logprobs, torch.zeros(3), logprobs.detach(), Passes(), batch, algorithm, 3
+    )
     loss.backward()
     assert loss.item() == 0 and logprobs.grad.tolist() == [0, 0, 0]
-    assert sums.compute()["actor/rejected_tokens"] == 1 and "actor/clip_fraction" not in sums.compute()
+    assert (
+        sums.compute()["actor/rejected_tokens"] == 1 and "actor/clip_fraction" not in sums.compute()
+    )
 
 
 @pytest.mark.parametrize("old_policy", ["start", "sampler", "interpolated"])
@@ -156,11 +181,16 @@ def test_whose_probability_is_below_the_line(old_policy):
     )  # fmt: skip
     logprobs = torch.tensor(now, requires_grad=True)
     start = torch.tensor(old) if old_policy == "start" else None  # no pass is made for the others
-    loss, sums = micro_batch_loss(logprobs, torch.zeros(2), start, Passes(), batch, algorithm, 2, version=5)
+    loss, sums = micro_batch_loss(
+        logprobs, torch.zeros(2), start, Passes(), batch, algorithm, 2, version=5
+    )
     assert ("actor/rollout_train_kl" in sums.compute()) == (start is not None)
-    base = {"start": old, "sampler": rollout, "interpolated": [-1.0, -2.0 + 2 / 3 * 0.5]}[old_policy]
+    base = {"start": old, "sampler": rollout, "interpolated": [-1.0, -2.0 + 2 / 3 * 0.5]}[
+        old_policy
+    ]
     weights = [
-        min(1.2, math.exp(b - r)) if old_policy != "sampler" else 1.0 for b, r in zip(base, rollout, strict=True)
+        min(1.2, math.exp(b - r)) if old_policy != "sampler" else 1.0
+        for b, r in zip(base, rollout, strict=True)
     ]
     expected = -sum(w * math.exp(n - b) for w, n, b in zip(weights, now, base, strict=True)) / 2
     assert loss.item() == pytest.approx(expected)

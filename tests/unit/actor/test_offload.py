@@ -42,10 +42,16 @@ def test_the_same_host_memory_is_used_every_time(mesh):
     trainer, _ = trained(mesh, PARTS)
     memory, policy, optimizer = trainer.memory, trainer.policy, trainer.optimizer
     parts = {id(p): p.to_local() for p in policy.parameters() if isinstance(p, DTensor)}
-    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, DTensor)]
+    states = [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, DTensor)
+    ]
     assert {key for key in memory._host if isinstance(key, int)} >= parts.keys()
     assert len(memory._host) == len(parts) + len(states)
-    held = {key: value.to_local().data_ptr() for key, value in memory._host.items() if isinstance(value, DTensor)}
+    held = {
+        key: value.to_local().data_ptr()
+        for key, value in memory._host.items()
+        if isinstance(value, DTensor)
+    }
     memory.release(PARTS)
     memory.release(PARTS)  # there already
     away = [p.to_local() for p in policy.parameters() if isinstance(p, DTensor)]

@@ -41,7 +41,9 @@ def groups():
 def step(mesh, groups, **algorithm):
     """Train a step whose optimizer steps change the weights much. Returns (metrics, groups by mini-batch, recorded logprobs)."""
     settings = with_presets(
-        AlgorithmConfig(n_minibatches=MINIBATCHES, kl_beta=0.0, importance_sampling_fix=False, **algorithm)
+        AlgorithmConfig(
+            n_minibatches=MINIBATCHES, kl_beta=0.0, importance_sampling_fix=False, **algorithm
+        )
     )
     actor = ActorConfig(optim=OptimConfig(lr=0.05, clip_grad=1e9))
     actor.fsdp_config.mixed_precision.param_dtype = "fp32"
@@ -51,7 +53,9 @@ def step(mesh, groups, **algorithm):
     minibatches = [ranks[0] for ranks in plan.minibatches]
     numbers = dict(enumerate(groups))
     sums, recorded = trainer.update(numbers, minibatches, plan.advantages, recorded=numbers)
-    members = [{item.group for items in mini.micro_batches for item in items} for mini in minibatches]
+    members = [
+        {item.group for items in mini.micro_batches for item in items} for mini in minibatches
+    ]
     return sums.compute(), members, recorded
 
 
@@ -78,7 +82,9 @@ def test_rejection_and_mismatch_are_of_the_weights_before_the_step(mesh, groups,
     rejected = (ratios < REJECTION.low) | (ratios > REJECTION.high)
     assert metrics["actor/rejected_tokens"] == pytest.approx(rejected.mean())
     assert metrics["actor/rollout_train_kl"] == pytest.approx(-delta.mean(), abs=1e-4)
-    assert metrics["actor/rollout_train_k3"] == pytest.approx((np.exp(delta) - 1 - delta).mean(), rel=1e-4)
+    assert metrics["actor/rollout_train_k3"] == pytest.approx(
+        (np.exp(delta) - 1 - delta).mean(), rel=1e-4
+    )
     assert metrics["actor/rollout_train_abs_diff_max"] == pytest.approx(abs(delta).max(), rel=1e-4)
     with torch.no_grad():
         for number, g in enumerate(groups):
@@ -88,9 +94,13 @@ def test_rejection_and_mismatch_are_of_the_weights_before_the_step(mesh, groups,
 
 
 @pytest.mark.parametrize("old_policy", ["sampler", "interpolated"])
-def test_without_rejection_the_first_mini_batch_alone_is_compared_and_no_pass_is_made(mesh, groups, old_policy):
+def test_without_rejection_the_first_mini_batch_alone_is_compared_and_no_pass_is_made(
+    mesh, groups, old_policy
+):
     metrics, members, _ = step(mesh, groups, old_policy=old_policy)
     delta = plain_differences(groups, members[0])
     assert metrics["actor/rollout_train_kl"] == pytest.approx(-delta.mean(), abs=1e-4)
-    assert metrics["actor/rollout_train_abs_diff_mean"] == pytest.approx(abs(delta).mean(), rel=1e-4)
+    assert metrics["actor/rollout_train_abs_diff_mean"] == pytest.approx(
+        abs(delta).mean(), rel=1e-4
+    )
     assert metrics["actor/rollout_train_abs_diff_max"] == pytest.approx(abs(delta).max(), rel=1e-4)

@@ -15,10 +15,17 @@ from rlinf_vl.models.loading import PARTS, freeze, part_of
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_every_weight_belongs_to_one_part(family):
     policy = tiny_policy(model_type=family.model_type)
-    found = {part: [n for n, _ in policy.model.named_parameters() if part_of(n, family) == part] for part in PARTS}
+    found = {
+        part: [n for n, _ in policy.model.named_parameters() if part_of(n, family) == part]
+        for part in PARTS
+    }
     assert all("merger" in name for name in found["projector"])
-    assert bool(found["projector"]) == bool(found["vision_tower"]) == (family.vision_tower is not None)
-    assert all(name.startswith("model.visual.") and "merger" not in name for name in found["vision_tower"])
+    assert (
+        bool(found["projector"]) == bool(found["vision_tower"]) == (family.vision_tower is not None)
+    )
+    assert all(
+        name.startswith("model.visual.") and "merger" not in name for name in found["vision_tower"]
+    )
     assert not any("visual" in name for name in found["language_model"]) and found["language_model"]
     for part, names in found.items():
         freeze(policy.model, family, [other for other in PARTS if other != part])
@@ -38,27 +45,40 @@ def test_every_weight_belongs_to_one_part(family):
 def test_what_the_settings_freeze(mesh, settings, frozen):
     actor = ActorConfig(model=ActorModelConfig(**settings))
     assert set(actor.model.frozen_parts) == frozen
-    assert tiny_trainer(mesh, actor=actor).trains_vision == (not {"vision_tower", "projector"} <= frozen)
+    assert tiny_trainer(mesh, actor=actor).trains_vision == (
+        not {"vision_tower", "projector"} <= frozen
+    )
 
 
 def test_each_part_has_its_own_learning_rate():
     policy = tiny_policy()
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.1, projector_lr=1e-2))
-    rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    rates = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     wanted = {"language_model": 1e-3, "projector": 1e-2, "vision_tower": 1e-3}
     for name, p in policy.model.named_parameters():
-        assert rates[id(p)] == (wanted[part_of(name, policy.family)], 0.1 if p.ndim > 1 else 0.0), name
+        assert rates[id(p)] == (wanted[part_of(name, policy.family)], 0.1 if p.ndim > 1 else 0.0), (
+            name
+        )
 
 
 @pytest.fixture
 def mesh(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield Mesh.make("cpu")
     dist.destroy_process_group()
 
 
 def test_the_table_says_what_is_trained(mesh):
-    actor = ActorConfig(model=ActorModelConfig(freeze_projector=False), optim=OptimConfig(lr=1e-5, projector_lr=3e-4))
+    actor = ActorConfig(
+        model=ActorModelConfig(freeze_projector=False),
+        optim=OptimConfig(lr=1e-5, projector_lr=3e-4),
+    )
     actor.fsdp_config.mixed_precision.param_dtype = "fp32"
     trainer = tiny_trainer(mesh, actor=actor)
     assert trainer.batches.cache is None, "a trained projector's features can't be kept"
@@ -66,10 +86,29 @@ def test_the_table_says_what_is_trained(mesh):
     assert header.split()[:3] == ["part", "parameters", "trained"]
     rows = {line.split()[0]: line.split() for line in lines}
     model = tiny_policy().model
-    for part, rate in (("language_model", "1e-05"), ("projector", "0.0003"), ("vision_tower", "frozen")):
-        size = sum(p.numel() for n, p in model.named_parameters() if part_of(n, trainer.policy.family) == part)
-        assert rows[part][1:] == [f"{size:,}", "0" if rate == "frozen" else f"{size:,}", "float32,", "fp32", "1", rate]
+    for part, rate in (
+        ("language_model", "1e-05"),
+        ("projector", "0.0003"),
+        ("vision_tower", "frozen"),
+    ):
+        size = sum(
+            p.numel()
+            for n, p in model.named_parameters()
+            if part_of(n, trainer.policy.family) == part
+        )
+        assert rows[part][1:] == [
+            f"{size:,}",
+            "0" if rate == "frozen" else f"{size:,}",
+            "float32,",
+            "fp32",
+            "1",
+            rate,
+        ]
     assert {id(p) for group in trainer.optimizer.param_groups for p in group["params"]} == {
-        id(p) for n, p in trainer.policy.model.named_parameters() if part_of(n, trainer.policy.family) != "vision_tower"
+        id(p)
+        for n, p in trainer.policy.model.named_parameters()
+        if part_of(n, trainer.policy.family) != "vision_tower"
     }
-    assert torch.equal(next(trainer.policy.model.parameters()).detach().full_tensor(), next(model.parameters()))
+    assert torch.equal(
+        next(trainer.policy.model.parameters()).detach().full_tensor(), next(model.parameters())
+    )

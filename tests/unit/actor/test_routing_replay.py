@@ -24,7 +24,10 @@ def checkpoint(tmp_path_factory):
 
 
 def config_of(mode: str):
-    settings = ("rollout.model.precision=bf16", "actor.fsdp_config.mixed_precision.param_dtype=fp32")
+    settings = (
+        "rollout.model.precision=bf16",
+        "actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    )
     return load_config("toy-grpo-cpu-moe", [f"actor.routing_replay={mode}", *settings])
 
 
@@ -32,7 +35,9 @@ def samples_of(mode: str, checkpoint: str):
     processor = Processor(checkpoint, family_of("auto", checkpoint))
     engine = make_engine(config_of(mode), checkpoint, processor, "cpu")
     try:
-        ids = processor.tokenizer("How many red squares are there?", return_tensors="np")["input_ids"][0]
+        ids = processor.tokenizer("How many red squares are there?", return_tensors="np")[
+            "input_ids"
+        ][0]
         sampling, nothing = SamplingParams(max_new_tokens=24), np.zeros((0, 3), np.int32)
         asked = Request(ids.astype(np.int32), (), nothing, sampling, tuple(range(32)))
         (completion,) = engine.generate([asked])
@@ -56,7 +61,12 @@ def test_replay_brings_the_trainer_nearer_to_the_engine(checkpoint, mesh):
     group = samples_of("replay", checkpoint)
     found = {mode: metrics_of(mode, group, mesh, checkpoint) for mode in ("record", "replay")}
     for metrics in found.values():
-        assert 0 < metrics["actor/routing_disagreement"] < metrics["actor/routing_disagreement_tokens"] < 0.5
+        assert (
+            0
+            < metrics["actor/routing_disagreement"]
+            < metrics["actor/routing_disagreement_tokens"]
+            < 0.5
+        )
         assert 1 < metrics["actor/expert_load"] <= 4
     for name in ("k3", "abs_diff_mean"):
         name = f"actor/rollout_train_{name}"

@@ -56,7 +56,9 @@ class MetaMesh(Mesh):
         return "meta"
 
 
-def move_states(params: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
+def move_states(
+    params: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device
+) -> None:
     """Move a unit as FSDP2 does. It sets `.data`, which torch allows from the CPU to CUDA and not to meta: tensors are swapped."""
     for tensor in (*params, *buffers):
         if tensor.device != device:
@@ -92,7 +94,9 @@ def test_the_device_never_has_the_whole_model(mesh, family):
     with BytesOnDevice() as on_device:
         trainer = tiny_trainer(mesh, lambda dtype: model, actor=actor)
     parameters = list(trainer.policy.parameters())
-    assert {p.to_local().device.type if isinstance(p, DTensor) else p.device.type for p in parameters} == {"meta"}
+    assert {
+        p.to_local().device.type if isinstance(p, DTensor) else p.device.type for p in parameters
+    } == {"meta"}
     assert {buffer.device.type for buffer in trainer.policy.buffers()} == {"meta"}
     shards = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in parameters)
     small = 64 * len(parameters) + sum(buffer.nbytes for buffer in trainer.policy.buffers())

@@ -50,7 +50,12 @@ def state(value: float) -> dict:
     shared = torch.full((6, 50), value)
     small = {f"norm{i}": torch.full((3 + i,), value + i) for i in range(200)}
     large = {f"weight{i}": torch.full((100, 97), value - i, dtype=torch.bfloat16) for i in range(3)}
-    other = {"rows": shared[2:4], "all": shared, "none": torch.zeros(0, 4), "step": torch.tensor(value)}
+    other = {
+        "rows": shared[2:4],
+        "all": shared,
+        "none": torch.zeros(0, 4),
+        "step": torch.tensor(value),
+    }
     return {"model": small | large, "optimizer": {"state": other, "param_groups": [{"lr": 0.5}]}}
 
 
@@ -70,8 +75,12 @@ def test_pages_are_locked_once_and_every_checkpoint_has_the_same_memory(driver):
     source = state(1.0)
     staged = stager.stage(source, non_blocking=True)
     assert same(staged, source)
-    assert len(driver.calls) > 1 and all(p % mmap.PAGESIZE == n % mmap.PAGESIZE == 0 for p, n in driver.calls)
-    assert sum(n for _, n in driver.calls) == mmap.PAGESIZE * len(driver.pages), "nothing was refused"
+    assert len(driver.calls) > 1 and all(
+        p % mmap.PAGESIZE == n % mmap.PAGESIZE == 0 for p, n in driver.calls
+    )
+    assert sum(n for _, n in driver.calls) == mmap.PAGESIZE * len(driver.pages), (
+        "nothing was refused"
+    )
     source["model"]["norm3"].zero_()
     assert staged["model"]["norm3"].unique() == 4.0, "a copy"
     where = {name: value.data_ptr() for name, value in staged["model"].items()}
@@ -79,7 +88,9 @@ def test_pages_are_locked_once_and_every_checkpoint_has_the_same_memory(driver):
     again = stager.stage(state(2.0), non_blocking=True)
     assert same(again, state(2.0)) and len(driver.calls) == calls
     assert {name: value.data_ptr() for name, value in again["model"].items()} == where
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in again["model"].values()), "DCP would write more"
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in again["model"].values()), (
+        "DCP would write more"
+    )
 
 
 def test_memory_that_can_not_be_locked_is_used_as_it_is(driver, caplog):

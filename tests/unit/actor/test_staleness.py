@@ -18,5 +18,7 @@ def group(*versions: int) -> Group:
 
 def test_tokens_of_one_answer_may_be_from_several_weights_but_none_from_weights_beyond_the_bound():
     check_fresh([group(3, 4, 4), group()], oldest=3)
-    with pytest.raises(AssertionError, match=r"train-5-0 has tokens of version 2; runner\.max_staleness allows 3"):
+    with pytest.raises(
+        AssertionError, match=r"train-5-0 has tokens of version 2; runner\.max_staleness allows 3"
+    ):
         check_fresh([group(4, 4), group(4, 2, 3)], oldest=3)

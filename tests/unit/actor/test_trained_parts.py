@@ -16,9 +16,16 @@ from rlinf_vl.types import GroupSummary
 
 VISION_FAMILIES = [name for name, family in FAMILIES.items() if family.vision_tower]
 TRAINED = {
-    "tower": {"freeze_vision_tower": False, "freeze_projector": True, "freeze_language_model": True},
+    "tower": {
+        "freeze_vision_tower": False,
+        "freeze_projector": True,
+        "freeze_language_model": True,
+    },
     "projector": {"freeze_projector": False, "freeze_language_model": True},
-    "adapters of the tower": {"is_lora": True, "lora": LoraConfig(rank=2, target_modules=["vision"])},
+    "adapters of the tower": {
+        "is_lora": True,
+        "lora": LoraConfig(rank=2, target_modules=["vision"]),
+    },
 }
 
 
@@ -27,7 +34,9 @@ def trainer_of(mesh, family: str = "qwen3_vl", checkpointing: bool = False, **mo
     actor.fsdp_config.mixed_precision.param_dtype = "fp32"
     actor.fsdp_config.gradient_checkpointing = checkpointing
     algorithm = with_presets(AlgorithmConfig(entropy_bonus=0.0, kl_beta=0.0))
-    return tiny_trainer(mesh, lambda dtype: tiny_policy(dtype, model_type=family), actor=actor, algorithm=algorithm)
+    return tiny_trainer(
+        mesh, lambda dtype: tiny_policy(dtype, model_type=family), actor=actor, algorithm=algorithm
+    )
 
 
 def update(trainer, shapes, rewards=(0.0, 1.0)) -> dict[str, float]:
@@ -47,7 +56,11 @@ def update(trainer, shapes, rewards=(0.0, 1.0)) -> dict[str, float]:
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:
     named = trainer.policy.model.named_parameters()
-    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in named if p.requires_grad}
+    return {
+        name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+        for name, p in named
+        if p.requires_grad
+    }
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
@@ -56,7 +69,9 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-def test_rows_without_images_train_nothing_of_the_tower_and_end_no_run(mesh, trained, checkpointing):
+def test_rows_without_images_train_nothing_of_the_tower_and_end_no_run(
+    mesh, trained, checkpointing
+):
     trainer = trainer_of(mesh, checkpointing=checkpointing, **TRAINED[trained])
     before = weights_of(trainer)
     assert update(trainer, [[], []])["actor/grad_norm"] == 0
@@ -95,7 +110,9 @@ def test_with_the_projector_alone_nothing_runs_back_through_the_tower(mesh, fami
     calls = Counter[str]()
     for name, block in blocks.named_children():
         block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-        block.mlp.register_forward_hook(lambda *args, name=name: calls.update([f"graph {args[-1].requires_grad}"]))
+        block.mlp.register_forward_hook(
+            lambda *args, name=name: calls.update([f"graph {args[-1].requires_grad}"])
+        )
     update(trainer, [[(2, 3)]])
     assert calls["graph True"] == 0
     assert {calls[name] for name, _ in blocks.named_children()} == {1}

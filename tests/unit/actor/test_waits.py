@@ -24,7 +24,14 @@ from rlinf_vl.packing.collator import Member
 from rlinf_vl.packing.planner import Item
 
 _aten = torch.ops.aten
-_WAITS = {_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.equal}
+_WAITS = {
+    _aten._local_scalar_dense,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten._unique2,
+    _aten.unique_dim,
+    _aten.equal,
+}
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
@@ -37,13 +44,19 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        boolean = func.overloadpacket in _INDEXED and any(x is not None and x.dtype == torch.bool for x in args[1])
+        boolean = func.overloadpacket in _INDEXED and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
         if func.overloadpacket in _WAITS or boolean:
             self.counts[str(func)] += 1
         target = kwargs.get("device")
         if func.overloadpacket is _aten._to_copy and target not in (None, args[0].device):
             self.counts[f"blocking copy to {target}"] += not kwargs.get("non_blocking")
-        if func.overloadpacket is _aten.copy_ and args[0].device != args[1].device and not (args[2:] and args[2]):
+        if (
+            func.overloadpacket is _aten.copy_
+            and args[0].device != args[1].device
+            and not (args[2:] and args[2])
+        ):
             self.counts["blocking copy_"] += 1
         return func(*args, **kwargs)
 
@@ -59,7 +72,9 @@ def group_with_images(name: str):
     return group(np.random.default_rng(0), [(2, 3), (1, 1)], [4, 7, 2], name)
 
 
-CASES = pytest.mark.parametrize(("aggregation", "level"), list(zip(AGGREGATION_MODES, IMPORTANCE_LEVELS, strict=True)))
+CASES = pytest.mark.parametrize(
+    ("aggregation", "level"), list(zip(AGGREGATION_MODES, IMPORTANCE_LEVELS, strict=True))
+)
 
 
 @CASES
@@ -94,12 +109,16 @@ def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
     for name in "ab":
         g = group_with_images(name)
         batch = tiny_collator()([Member(g, k, [k - 1.0]) for k in range(3)], run_vision=True)
-        patches = torch.from_numpy(np.concatenate([pixels(image) for image, _ in g.images])[:7, :32])
+        patches = torch.from_numpy(
+            np.concatenate([pixels(image) for image, _ in g.images])[:7, :32]
+        )
         features = VisionFeatures(patches.to("meta").bfloat16(), (patches.to("meta").bfloat16(),))
         with Waits() as seen:
             logprobs, entropy = policy(batch, features)
             before, algorithm = logprobs.detach(), algorithm_of(aggregation, level)
-            loss, part = micro_batch_loss(logprobs, entropy, before, Passes(before), batch, algorithm, 13)
+            loss, part = micro_batch_loss(
+                logprobs, entropy, before, Passes(before), batch, algorithm, 13
+            )
             loss.backward()
             sums.merge(part)
         assert not +seen.counts, dict(seen.counts)
@@ -108,6 +127,11 @@ def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
 def test_a_wait_is_seen():
     x = torch.arange(4.0)
     with Waits() as seen:
-        x[x > 1], x.sum().item(), torch.zeros(2).to("meta"), torch.zeros(2).to("meta", non_blocking=True)
+        (
+            x[x > 1],
+            x.sum().item(),
+            torch.zeros(2).to("meta"),
+            torch.zeros(2).to("meta", non_blocking=True),
+        )
     assert sum(seen.counts.values()) >= 3 and "blocking copy to meta" in seen.counts
     assert seen.counts["blocking copy to meta"] == 1

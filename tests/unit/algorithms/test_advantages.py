@@ -40,14 +40,18 @@ def test_leave_one_out_by_hand():
     # The others' means: of (0, 0, 2), of (1, 0, 2) twice, of (1, 0, 0).
     rewards = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)
     advantages = group_advantages(rewards, [0] * 4, normalize=False, leave_one_out=True)
-    torch.testing.assert_close(advantages, torch.tensor([1 - 2 / 3, -1, -1, 2 - 1 / 3], dtype=torch.float64))
+    torch.testing.assert_close(
+        advantages, torch.tensor([1 - 2 / 3, -1, -1, 2 - 1 / 3], dtype=torch.float64)
+    )
     normalized = group_advantages(rewards, [0] * 4, eps=0.0, leave_one_out=True)
     torch.testing.assert_close(normalized, advantages / rewards.std())
 
 
 def test_leave_one_out_weighs_each_group_by_its_own_size():
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 5.0])
-    advantages = group_advantages(rewards, ["a", "a", "b", "b", "b", "c"], normalize=False, leave_one_out=True)
+    advantages = group_advantages(
+        rewards, ["a", "a", "b", "b", "b", "c"], normalize=False, leave_one_out=True
+    )
     torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, 1.0, -0.5, -0.5, 0.0]))
 
 
@@ -64,7 +68,9 @@ def test_eps_is_added_to_the_standard_deviation():
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_tied_groups_are_exactly_zero(value, size, dtype, normalize, leave_one_out):
     rewards = torch.full((size,), value, dtype=dtype)
-    advantages = group_advantages(rewards, [0] * size, normalize=normalize, leave_one_out=leave_one_out)
+    advantages = group_advantages(
+        rewards, [0] * size, normalize=normalize, leave_one_out=leave_one_out
+    )
     assert advantages.dtype == dtype
     assert torch.equal(advantages, torch.zeros(size, dtype=dtype))
 
@@ -78,7 +84,11 @@ def test_a_tie_beside_a_live_group_stays_zero():
 
 @settings(deadline=None, max_examples=50)
 @given(
-    rows=st.lists(st.tuples(st.sampled_from([0.0, 0.9, 1.0, -1.0, 0.25]), st.integers(-3, 3)), min_size=1, max_size=30),
+    rows=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.9, 1.0, -1.0, 0.25]), st.integers(-3, 3)),
+        min_size=1,
+        max_size=30,
+    ),
     normalize=st.booleans(),
 )
 def test_matches_a_loop_for_any_ids_in_any_order(rows, normalize):
@@ -86,7 +96,9 @@ def test_matches_a_loop_for_any_ids_in_any_order(rows, normalize):
     expected = torch.tensor(naive(rewards, ids, normalize, 1e-6), dtype=torch.float64)
     tensor = torch.tensor(rewards, dtype=torch.float64)
     for group_ids in (torch.tensor(ids), ids, np.array(ids), [f"group {g}" for g in ids]):
-        torch.testing.assert_close(group_advantages(tensor, group_ids, normalize=normalize), expected)
+        torch.testing.assert_close(
+            group_advantages(tensor, group_ids, normalize=normalize), expected
+        )
 
 
 def test_no_rewards_give_no_advantages():
@@ -115,11 +127,17 @@ def test_normalised_over_tokens_is_whitening_of_each_token():
     expected = torch.tensor([(x - mean) / deviation for x in values], dtype=torch.float64)
     torch.testing.assert_close(token_normalized(rewards, lengths), expected)
     torch.testing.assert_close(token_normalized(rewards, lengths, normalize=False), rewards - mean)
-    torch.testing.assert_close(advantages("reinforce_plus_plus", rewards, "abcd", lengths, normalize=True), expected)
+    torch.testing.assert_close(
+        advantages("reinforce_plus_plus", rewards, "abcd", lengths, normalize=True), expected
+    )
     centered = group_advantages(rewards, "aabb", normalize=False)
-    with_baseline = advantages("reinforce_plus_plus_baseline", rewards, "aabb", lengths, normalize=True)
+    with_baseline = advantages(
+        "reinforce_plus_plus_baseline", rewards, "aabb", lengths, normalize=True
+    )
     torch.testing.assert_close(with_baseline, token_normalized(centered, lengths))
-    assert token_normalized(torch.full((3,), 0.1), torch.ones(3)).tolist() == [0, 0, 0], "ties are exact"
+    assert token_normalized(torch.full((3,), 0.1), torch.ones(3)).tolist() == [0, 0, 0], (
+        "ties are exact"
+    )
     assert token_normalized(torch.zeros(0), torch.zeros(0)).shape == (0,)
 
 
@@ -130,7 +148,11 @@ def test_code_may_be_the_advantage():
         rewards += group_ids
         return (rewards * tokens).tolist()
 
-    assert advantages(fits, rewards, ["b", "a", "b"], tokens, normalize=True).tolist() == [4, 20, 12]
+    assert advantages(fits, rewards, ["b", "a", "b"], tokens, normalize=True).tolist() == [
+        4,
+        20,
+        12,
+    ]
     assert rewards.tolist() == [1, 3, 2], "a function gets copies"
     for wrong in (lambda *_: torch.zeros(2), lambda *_: torch.full((3,), float("nan"))):
         with pytest.raises(ValueError, match="3 finite numbers, one for each reward"):

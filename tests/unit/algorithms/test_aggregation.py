@@ -28,7 +28,11 @@ def naive(rows: list[list[float]], mode: str) -> float:
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [("token-mean", 12 / 4), ("seq-mean-token-mean", (2 + 6) / 2), ("seq-mean-token-sum", (6 + 6) / 2)],
+    [
+        ("token-mean", 12 / 4),
+        ("seq-mean-token-mean", (2 + 6) / 2),
+        ("seq-mean-token-sum", (6 + 6) / 2),
+    ],
 )
 def test_by_hand(mode, expected):
     per_token = torch.tensor([[1.0, 2.0, 3.0], [6.0, 100.0, 100.0]])
@@ -101,7 +105,9 @@ def test_gradient_is_the_weight_of_a_token_and_garbage_outside_the_mask_is_ignor
 @pytest.mark.parametrize("denominator", [None, 0, 8, torch.tensor(0)])
 def test_an_empty_mask_gives_zero_and_zero_gradients(mode, shape, denominator):
     leaf = torch.full(shape, float("nan")).requires_grad_()
-    loss = aggregate(leaf, torch.zeros(shape, dtype=torch.bool), None, mode, denominator=denominator)
+    loss = aggregate(
+        leaf, torch.zeros(shape, dtype=torch.bool), None, mode, denominator=denominator
+    )
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(leaf.grad, torch.zeros(shape))
@@ -114,13 +120,20 @@ def test_denominator_may_be_a_tensor_or_below_one():
 
 
 def test_half_precision_is_summed_in_float32():
-    loss = aggregate(torch.ones(1000, dtype=torch.bfloat16), torch.ones(1000, dtype=torch.bool), None, "token-mean")
+    loss = aggregate(
+        torch.ones(1000, dtype=torch.bfloat16),
+        torch.ones(1000, dtype=torch.bool),
+        None,
+        "token-mean",
+    )
     assert loss.dtype == torch.float32 and loss.item() == 1.0
 
 
 def test_wrong_input_is_named():
     ones, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="token-mean, seq-mean-token-mean, seq-mean-token-sum; got 'mean'"):
+    with pytest.raises(
+        ValueError, match="token-mean, seq-mean-token-mean, seq-mean-token-sum; got 'mean'"
+    ):
         aggregate(ones, mask, None, "mean")
     with pytest.raises(ValueError, match=r"per_token has shape \(3,\), mask \(2,\)"):
         aggregate(ones, mask[:2], None, "token-mean")

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from rlinf_vl.algorithms import IMPORTANCE_LEVELS, importance_weights, interpolated_logprobs, rejection_mask
+from rlinf_vl.algorithms import (
+    IMPORTANCE_LEVELS,
+    importance_weights,
+    interpolated_logprobs,
+    rejection_mask,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -55,10 +60,17 @@ def test_matches_a_loop_and_packing_does_not_show(level, clip):
 
     ids = torch.tensor([4, -1, 9]).unsqueeze(1).expand(3, 5)
     packed = importance_weights(
-        train.flatten(), rollout.flatten(), mask.flatten(), clip=clip, level=level, segment_ids=ids.flatten()
+        train.flatten(),
+        rollout.flatten(),
+        mask.flatten(),
+        clip=clip,
+        level=level,
+        segment_ids=ids.flatten(),
     )
     torch.testing.assert_close(packed, weights.flatten())
-    tight = importance_weights(train[mask], rollout[mask], mask[mask], clip=clip, level=level, segment_ids=ids[mask])
+    tight = importance_weights(
+        train[mask], rollout[mask], mask[mask], clip=clip, level=level, segment_ids=ids[mask]
+    )
     torch.testing.assert_close(tight, weights[mask])
 
 
@@ -98,7 +110,9 @@ def test_a_huge_gap_stays_finite(level, dtype, gap):
 @pytest.mark.parametrize("shape", [(0,), (3,), (2, 3)])
 def test_an_empty_mask_gives_zeros(level, shape):
     garbage = torch.full(shape, NAN)
-    weights = importance_weights(garbage, garbage, torch.zeros(shape, dtype=torch.bool), clip=2.0, level=level)
+    weights = importance_weights(
+        garbage, garbage, torch.zeros(shape, dtype=torch.bool), clip=2.0, level=level
+    )
     assert torch.equal(weights, torch.zeros(shape))
 
 
@@ -137,9 +151,13 @@ def test_rejection_by_hand(options, expected):
     train[:, :3] = rollout[:, :3] + torch.tensor(RATIOS).log() + 1e-6
     mask = torch.tensor([[True, True, True, False]] * 2)
     kept = rejection_mask(train, rollout, mask, **options)
-    assert kept.dtype == torch.bool and kept[:, :3].int().tolist() == expected and not kept[:, 3].any()
+    assert (
+        kept.dtype == torch.bool and kept[:, :3].int().tolist() == expected and not kept[:, 3].any()
+    )
     ids = torch.tensor([[7] * 4, [3] * 4])
-    packed = rejection_mask(train.flatten(), rollout.flatten(), mask.flatten(), segment_ids=ids.flatten(), **options)
+    packed = rejection_mask(
+        train.flatten(), rollout.flatten(), mask.flatten(), segment_ids=ids.flatten(), **options
+    )
     assert torch.equal(packed, kept.flatten())
     tight = rejection_mask(train[mask], rollout[mask], mask[mask], segment_ids=ids[mask], **options)
     assert torch.equal(tight, kept[mask])
@@ -148,8 +166,13 @@ def test_rejection_by_hand(options, expected):
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
 def test_logprobs_that_are_no_numbers_are_rejected(level):
     """Alone at the level of tokens, with their sequence at the others; a token that the engine could not have sampled, too."""
-    rollout, train = torch.tensor([[-1.0, NAN], [-1.0, -INF], [-1.0, -1.0]]), torch.full((3, 2), -1.0)
-    kept = rejection_mask(train, rollout, torch.ones(3, 2, dtype=torch.bool), level=level, low=0.5, high=2.0)
+    rollout, train = (
+        torch.tensor([[-1.0, NAN], [-1.0, -INF], [-1.0, -1.0]]),
+        torch.full((3, 2), -1.0),
+    )
+    kept = rejection_mask(
+        train, rollout, torch.ones(3, 2, dtype=torch.bool), level=level, low=0.5, high=2.0
+    )
     assert kept.tolist() == [[level == "token", False]] * 2 + [[True, True]]
 
 
@@ -164,6 +187,9 @@ def test_wrong_bounds_are_named():
 
 def test_old_logprobs_between_the_sampler_and_the_trainer():
     """By AReaL's formula: (v_old - v_sampled) / (v_trained - v_sampled) of the way, where v_trained = v_old + 1."""
-    rollout, train = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0], requires_grad=True)
+    rollout, train = (
+        torch.tensor([-1.0, -1.0, -1.0]),
+        torch.tensor([-2.0, -2.0, -2.0], requires_grad=True),
+    )
     old = interpolated_logprobs(train, rollout, torch.tensor([0, 1, 3]))
     assert old.tolist() == [-1.0, -1.5, -1.75] and not old.requires_grad

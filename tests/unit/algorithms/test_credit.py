@@ -7,7 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf_vl.algorithms import discounted_returns, gigpo_advantages, group_advantages, turn_advantages
+from rlinf_vl.algorithms import (
+    discounted_returns,
+    gigpo_advantages,
+    group_advantages,
+    turn_advantages,
+)
 
 EPS = 1e-6
 
@@ -37,7 +42,9 @@ def test_turns_by_hand():
     expected = [a / stds[k] for a, k in zip(plain.tolist(), [0, 1, 0, 1, 0, 1, 2], strict=True)]
     torch.testing.assert_close(turn_advantages(rewards, whose, group, eps=0.0), double(expected))
     others = turn_advantages(rewards, whose, group, normalize=False, leave_one_out=True)
-    torch.testing.assert_close(others, plain * 1.5)  # n / (n - 1) for both turn numbers that three have
+    torch.testing.assert_close(
+        others, plain * 1.5
+    )  # n / (n - 1) for both turn numbers that three have
     half = turn_advantages(rewards, whose, group, discount=0.5, normalize=False)
     torch.testing.assert_close(half[[0, 2, 4]], double([0.5, 0, 0.75]) - 1.25 / 3)
 
@@ -47,7 +54,9 @@ def test_states_by_hand():
     and 2, a tie."""
     rewards = double([0, 2, 0, 0, 2])
     whose, group, states = ["a", "a", "b", "b", "b"], ["g"] * 5, ["s", "t", "s", "s", "t"]
-    found = gigpo_advantages(rewards, whose, group, states, weight=3.0, discount=0.5, normalize=False)
+    found = gigpo_advantages(
+        rewards, whose, group, states, weight=3.0, discount=0.5, normalize=False
+    )
     # the episodes tie at 2, so only states count: the mean of 1, 0.5 and 1 is 5/6
     torch.testing.assert_close(found, 3 * double([1 / 6, 0, -1 / 3, 1 / 6, 0]))
     std = math.sqrt((1 / 36 + 1 / 9 + 1 / 36) / 2)
@@ -57,7 +66,9 @@ def test_states_by_hand():
 
 def test_an_episode_counts_once_however_long_it_is():
     """Paid 1 in one turn and 0 in three: the mean is 1/2, not 1/4."""
-    found = gigpo_advantages(double([1, 0, 0, 0]), [0, 1, 1, 1], [0] * 4, [None] * 4, weight=1.0, normalize=False)
+    found = gigpo_advantages(
+        double([1, 0, 0, 0]), [0, 1, 1, 1], [0] * 4, [None] * 4, weight=1.0, normalize=False
+    )
     assert found.tolist() == [0.5, -0.5, -0.5, -0.5]
 
 
@@ -65,9 +76,13 @@ def test_a_state_without_a_name_is_like_no_other():
     rewards, whose = double([1, 0, 0, 1]), [0, 0, 1, 1]
     alone = gigpo_advantages(rewards, whose, [0] * 4, [None, "s", None, "t"], weight=1.0)
     assert alone.tolist() == [0.0] * 4, "the episodes tie, and no two turns share a state"
-    shared = gigpo_advantages(rewards, whose, [0] * 4, ["s", None, "s", None], weight=1.0, discount=0.0)
+    shared = gigpo_advantages(
+        rewards, whose, [0] * 4, ["s", None, "s", None], weight=1.0, discount=0.0
+    )
     assert shared[0] == -shared[2] > 0 and shared[1] == shared[3] == 0
-    other_group = gigpo_advantages(rewards, whose, [0, 0, 1, 1], ["s", "t", "s", "t"], weight=1.0, discount=0.0)
+    other_group = gigpo_advantages(
+        rewards, whose, [0, 0, 1, 1], ["s", "t", "s", "t"], weight=1.0, discount=0.0
+    )
     assert other_group.tolist() == [0.0] * 4, "equal names in two groups are two states"
 
 
@@ -76,7 +91,9 @@ def test_a_state_without_a_name_is_like_no_other():
 
 def mean_std(values):
     mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(
+        values
+    ) > 1 else 0.0
 
 
 def relative(value, values, normalize):
@@ -110,7 +127,9 @@ def naive_gigpo(groups, weight, discount, normalize):
         for trajectory in group:
             for t, (_, state) in enumerate(trajectory):
                 if state is not None:
-                    steps.setdefault(state, []).append(return_from([r for r, _ in trajectory], t, discount))
+                    steps.setdefault(state, []).append(
+                        return_from([r for r, _ in trajectory], t, discount)
+                    )
         for trajectory, episode in zip(group, episodes, strict=True):
             for t, (_, state) in enumerate(trajectory):
                 own = return_from([r for r, _ in trajectory], t, discount)
@@ -121,7 +140,9 @@ def naive_gigpo(groups, weight, discount, normalize):
 
 # quarters and halves: sums are exact, so that ties are ties in any order of adding
 TURN = st.tuples(st.sampled_from([0.0, 0.25, 1.0, -0.5]), st.sampled_from([None, "s", "t", "u"]))
-GROUPS = st.lists(st.lists(st.lists(TURN, min_size=1, max_size=4), min_size=1, max_size=5), min_size=1, max_size=3)
+GROUPS = st.lists(
+    st.lists(st.lists(TURN, min_size=1, max_size=4), min_size=1, max_size=5), min_size=1, max_size=3
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -136,9 +157,13 @@ def test_matches_the_papers_turn_by_turn(groups, discount, normalize, weight):
     whose, group_ids, rewards, states = (list(column) for column in zip(*rows, strict=True))
     options = {"discount": discount, "normalize": normalize}
     found = turn_advantages(double(rewards), whose, group_ids, **options)
-    torch.testing.assert_close(found, double(naive_turn(groups, discount, normalize)), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(
+        found, double(naive_turn(groups, discount, normalize)), atol=1e-9, rtol=1e-9
+    )
     found = gigpo_advantages(double(rewards), whose, group_ids, states, weight=weight, **options)
-    torch.testing.assert_close(found, double(naive_gigpo(groups, weight, discount, normalize)), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(
+        found, double(naive_gigpo(groups, weight, discount, normalize)), atol=1e-9, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
@@ -148,7 +173,9 @@ def test_one_turn_each_is_the_trajectorys_advantage(normalize, leave_one_out):
     options = {"normalize": normalize, "leave_one_out": leave_one_out}
     expected = group_advantages(rewards, groups, **options)
     torch.testing.assert_close(turn_advantages(rewards, range(12), groups, **options), expected)
-    none = gigpo_advantages(rewards, torch.arange(12), torch.tensor(groups), ["s"] * 12, weight=0.0, **options)
+    none = gigpo_advantages(
+        rewards, torch.arange(12), torch.tensor(groups), ["s"] * 12, weight=0.0, **options
+    )
     torch.testing.assert_close(none, expected)
     same_state = gigpo_advantages(rewards, range(12), groups, ["start"] * 12, weight=1.0, **options)
     torch.testing.assert_close(same_state, 2 * expected)  # all answered to the start

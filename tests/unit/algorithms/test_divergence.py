@@ -14,7 +14,12 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     # log q - log p = log 2: p gives half the probability that q gives.
-    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2)), ("abs", math.log(2))],
+    [
+        ("k1", math.log(2)),
+        ("k2", math.log(2) ** 2 / 2),
+        ("k3", 0.5 - 1 + math.log(2)),
+        ("abs", math.log(2)),
+    ],
 )
 def test_by_hand_where_q_is_twice_p(estimator, expected):
     log_q, log_p = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
@@ -30,7 +35,9 @@ def test_k1_of_swapped_arguments_has_the_other_sign():
 
 def test_expectation_under_q_is_the_exact_kl_of_q_from_p():
     generator = torch.Generator().manual_seed(0)
-    log_p, log_q = (torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    log_p, log_q = (
+        torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2)
+    )
     q, mask = log_q.exp(), torch.ones(7, dtype=torch.bool)
     exact = sum(q[i].item() * (log_q[i] - log_p[i]).item() for i in range(7))
     reverse = sum(log_p[i].exp().item() * (log_p[i] - log_q[i]).item() for i in range(7))
@@ -48,7 +55,9 @@ def test_k2_approaches_the_kl_of_close_distributions():
     log_p = (log_q + 1e-3 * torch.tensor([1.0, -2.0, 0.5])).log_softmax(0)
     mask = torch.ones(3, dtype=torch.bool)
     exact = (log_q.exp() * (log_q - log_p)).sum().item()
-    assert (log_q.exp() * divergence(log_p, log_q, mask, "k2")).sum().item() == pytest.approx(exact, rel=5e-3)
+    assert (log_q.exp() * divergence(log_p, log_q, mask, "k2")).sum().item() == pytest.approx(
+        exact, rel=5e-3
+    )
 
 
 def test_expected_gradients_as_a_loss():
@@ -80,7 +89,12 @@ def test_gradients_in_both_arguments(estimator):
     log_p = torch.tensor([-2.0, -1.0, -0.5], dtype=torch.float64, requires_grad=True)
     log_q = (log_p.detach() + delta).requires_grad_()
     divergence(log_p, log_q, torch.ones(3, dtype=torch.bool), estimator).sum().backward()
-    expected = {"k1": torch.ones_like(delta), "k2": delta, "k3": 1 - (-delta).exp(), "abs": delta.sign()}[estimator]
+    expected = {
+        "k1": torch.ones_like(delta),
+        "k2": delta,
+        "k3": 1 - (-delta).exp(),
+        "abs": delta.sign(),
+    }[estimator]
     torch.testing.assert_close(log_q.grad, expected)
     torch.testing.assert_close(log_p.grad, -expected)
 
@@ -124,7 +138,9 @@ def test_wrong_input_is_named():
 
 def _two_distributions(tokens: int = 50, rows: int = 20):
     generator = torch.Generator().manual_seed(0)
-    logits = [3 * torch.randn(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(2)]
+    logits = [
+        3 * torch.randn(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(2)
+    ]
     return [x.log_softmax(-1).requires_grad_() for x in logits]
 
 
@@ -142,10 +158,15 @@ def test_reverse_kl_grows_with_the_tokens_told_apart_up_to_the_whole():
     """Tokens that are merged hide what they differ in (the data-processing inequality)."""
     q, p = _two_distributions()
     order = q.argsort(dim=-1, descending=True)
-    found = [reverse_kl(q.gather(1, order[:, :k]), p.gather(1, order[:, :k])) for k in (1, 2, 5, 20, 50)]
+    found = [
+        reverse_kl(q.gather(1, order[:, :k]), p.gather(1, order[:, :k])) for k in (1, 2, 5, 20, 50)
+    ]
     assert all((more >= fewer - 1e-9).all() for fewer, more in pairwise(found))
     assert (found[0] >= 0).all()
-    one = q.exp()[:, 0] * (q - p)[:, 0] + (1 - q.exp()[:, 0]) * ((1 - q.exp()[:, 0]) / (1 - p.exp()[:, 0])).log()
+    one = (
+        q.exp()[:, 0] * (q - p)[:, 0]
+        + (1 - q.exp()[:, 0]) * ((1 - q.exp()[:, 0]) / (1 - p.exp()[:, 0])).log()
+    )
     torch.testing.assert_close(reverse_kl(q[:, :1], p[:, :1]), one)
 
 

@@ -10,7 +10,9 @@ from rlinf_vl.algorithms import AGGREGATION_MODES, aggregate, policy_loss
 NAN, INF = float("nan"), float("inf")
 
 
-def naive(logprob: float, old: float, advantage: float, low: float, high: float, c: float | None) -> float:
+def naive(
+    logprob: float, old: float, advantage: float, low: float, high: float, c: float | None
+) -> float:
     ratio = math.exp(logprob - old)
     loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
     return min(loss, -advantage * c) if c is not None and advantage < 0 else loss
@@ -54,7 +56,9 @@ def test_values_and_gradients_by_hand(ratio, advantage, loss, gradient, weight):
 def test_the_ratio_of_a_sequence_by_hand():
     """Two sequences of two tokens and a masked one: log ratios (0.2, 0.4) and (-0.3, 0.1) have means 0.3 and -0.1."""
     old = torch.tensor([-1.0, -2.0, NAN, -3.0, -1.0], dtype=torch.float64)
-    logprobs = (old + torch.tensor([0.2, 0.4, 0.0, -0.3, 0.1], dtype=torch.float64)).requires_grad_()
+    logprobs = (
+        old + torch.tensor([0.2, 0.4, 0.0, -0.3, 0.1], dtype=torch.float64)
+    ).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, 9.0, -2.0, -2.0], dtype=torch.float64)
     mask = torch.tensor([True, True, False, True, True])
     loss, stats = policy_loss(
@@ -62,32 +66,52 @@ def test_the_ratio_of_a_sequence_by_hand():
         segment_ids=torch.tensor([4, 4, 4, 7, 7]),
     )  # fmt: skip
     up, down = math.exp(0.3), math.exp(-0.1)
-    expected = [-up, -up, 0.0, 2 * 0.95, 2 * 0.95]  # the second is clipped below: max(2·0.905, 2·0.95)
+    expected = [
+        -up,
+        -up,
+        0.0,
+        2 * 0.95,
+        2 * 0.95,
+    ]  # the second is clipped below: max(2·0.905, 2·0.95)
     torch.testing.assert_close(loss.detach(), torch.tensor(expected, dtype=torch.float64))
     assert stats["clip_fraction"] == 0.5 and stats["ratio_max"].item() == pytest.approx(up)
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)  # each token has half of the sequence's, twice
-    torch.testing.assert_close(gradient, torch.tensor([-up, -up, 0.0, 0.0, 0.0], dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(
+        loss.sum(), logprobs
+    )  # each token has half of the sequence's, twice
+    torch.testing.assert_close(
+        gradient, torch.tensor([-up, -up, 0.0, 0.0, 0.0], dtype=torch.float64)
+    )
     assert stats["ratio_mean"].item() == pytest.approx((up + down) / 2)
 
 
 def test_one_token_a_sequence_makes_the_levels_equal():
     generator = torch.Generator().manual_seed(5)
-    logprobs, old, advantages = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    logprobs, old, advantages = (
+        torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     mask, segments = torch.ones(7, dtype=torch.bool), torch.arange(7)
     clips = {"clip_low": 0.1, "clip_high": 0.2, "clip_c": 3.0}
     token, _ = policy_loss(logprobs, old, advantages, mask, **clips)
-    sequence, _ = policy_loss(logprobs, old, advantages, mask, **clips, loss_type="gspo", segment_ids=segments)
+    sequence, _ = policy_loss(
+        logprobs, old, advantages, mask, **clips, loss_type="gspo", segment_ids=segments
+    )
     torch.testing.assert_close(sequence, token)
-    with pytest.raises(ValueError, match="loss_type must be one of actor, gspo, cispo, sapo; got 'ppo'"):
+    with pytest.raises(
+        ValueError, match="loss_type must be one of actor, gspo, cispo, sapo; got 'ppo'"
+    ):
         policy_loss(logprobs, old, advantages, mask, **clips, loss_type="ppo")
 
 
 @pytest.mark.parametrize("clip_c", [None, 2.0])
 def test_matches_a_loop(clip_c):
     generator = torch.Generator().manual_seed(3)
-    logprobs, old, advantages = (torch.randn(4, 9, generator=generator, dtype=torch.float64) for _ in range(3))
+    logprobs, old, advantages = (
+        torch.randn(4, 9, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     mask = torch.rand(4, 9, generator=generator) < 0.7
-    loss, stats = policy_loss(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.28, clip_c=clip_c)
+    loss, stats = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.28, clip_c=clip_c
+    )
     clipped = dual = total = kl = 0
     ratios = []
     for i in range(4):
@@ -95,8 +119,14 @@ def test_matches_a_loop(clip_c):
             if not mask[i, j]:
                 assert loss[i, j] == 0
                 continue
-            new, before, advantage = logprobs[i, j].item(), old[i, j].item(), advantages[i, j].item()
-            assert loss[i, j].item() == pytest.approx(naive(new, before, advantage, 0.2, 0.28, clip_c))
+            new, before, advantage = (
+                logprobs[i, j].item(),
+                old[i, j].item(),
+                advantages[i, j].item(),
+            )
+            assert loss[i, j].item() == pytest.approx(
+                naive(new, before, advantage, 0.2, 0.28, clip_c)
+            )
             ratio = math.exp(new - before)
             ratios.append(ratio)
             total += 1
@@ -122,7 +152,9 @@ def test_on_policy_gradient_is_that_of_reinforce():
     mask = torch.ones(8, dtype=torch.bool)
     for low, high in ((0.2, 0.2), (0.0, 0.0)):
         logprobs.grad = None
-        loss, stats = policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=low, clip_high=high)
+        loss, stats = policy_loss(
+            logprobs, logprobs.detach(), advantages, mask, clip_low=low, clip_high=high
+        )
         loss.sum().backward()
         torch.testing.assert_close(logprobs.grad, -advantages)
         assert stats["clip_fraction"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
@@ -130,8 +162,13 @@ def test_on_policy_gradient_is_that_of_reinforce():
 
 @pytest.mark.parametrize("loss_type", ["actor", "gspo", "cispo", "sapo"])
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss_type):
-    logprobs = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    advantages, mask = torch.linspace(-2, 2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
+    logprobs = torch.randn(
+        8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
+    advantages, mask = (
+        torch.linspace(-2, 2, 8, dtype=torch.float64),
+        torch.ones(8, dtype=torch.bool),
+    )
     loss, _ = policy_loss(
         logprobs, logprobs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2, loss_type=loss_type,
         segment_ids=torch.arange(8),
@@ -146,13 +183,19 @@ def test_cispo_by_hand():
     logprobs = (old + torch.tensor([math.log(2), -math.log(2), 0.0, 0.0])).requires_grad_()
     advantages = torch.tensor([3.0, -1.0, 2.0, 9.0], dtype=torch.float64)
     mask = torch.tensor([True, True, True, False])
-    loss, stats = policy_loss(logprobs, old, advantages, mask, loss_type="cispo", clip_low=0.2, clip_high=0.5)
+    loss, stats = policy_loss(
+        logprobs, old, advantages, mask, loss_type="cispo", clip_low=0.2, clip_high=0.5
+    )
     weights = [1.5, 0.8, 1.0]
-    expected = [-w * a * x for w, a, x in zip(weights, [3.0, -1.0, 2.0], logprobs.tolist(), strict=False)]
+    expected = [
+        -w * a * x for w, a, x in zip(weights, [3.0, -1.0, 2.0], logprobs.tolist(), strict=False)
+    ]
     torch.testing.assert_close(loss.detach(), torch.tensor([*expected, 0.0], dtype=torch.float64))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     torch.testing.assert_close(gradient, torch.tensor([-4.5, 0.8, -2.0, 0.0], dtype=torch.float64))
-    assert stats["clip_fraction"].item() == pytest.approx(2 / 3) and "dual_clip_fraction" not in stats
+    assert (
+        stats["clip_fraction"].item() == pytest.approx(2 / 3) and "dual_clip_fraction" not in stats
+    )
 
 
 def test_sapo_by_hand():
@@ -160,10 +203,17 @@ def test_sapo_by_hand():
     old = torch.full((4,), -1.0, dtype=torch.float64)
     delta = [0.0, 1.5, -0.7, 1.5]
     logprobs = (old + torch.tensor(delta, dtype=torch.float64)).requires_grad_()
-    advantages, mask = torch.tensor([1.0, 2.0, 2.0, -3.0], dtype=torch.float64), torch.ones(4, dtype=torch.bool)
-    loss, stats = policy_loss(logprobs, old, advantages, mask, loss_type="sapo", tau_pos=1.0, tau_neg=2.0)
+    advantages, mask = (
+        torch.tensor([1.0, 2.0, 2.0, -3.0], dtype=torch.float64),
+        torch.ones(4, dtype=torch.bool),
+    )
+    loss, stats = policy_loss(
+        logprobs, old, advantages, mask, loss_type="sapo", tau_pos=1.0, tau_neg=2.0
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    for k, (d, advantage, tau) in enumerate(zip(delta, advantages.tolist(), (1.0, 1.0, 1.0, 2.0), strict=True)):
+    for k, (d, advantage, tau) in enumerate(
+        zip(delta, advantages.tolist(), (1.0, 1.0, 1.0, 2.0), strict=True)
+    ):
         ratio = math.exp(d)
         s = 1 / (1 + math.exp(-tau * (ratio - 1)))
         assert loss[k].item() == pytest.approx(-advantage * 4 / tau * s)
@@ -185,7 +235,9 @@ def test_a_function_may_be_the_loss():
     )  # fmt: skip
     assert loss.tolist() == [1.0, 0.5 * (4.0 + 0.25), 0.0] and "clip_fraction" not in stats
     for wrong, found in ((lambda *_: None, "NoneType"), (lambda *_: torch.zeros(()), r"\(\)")):
-        with pytest.raises(ValueError, match=rf"the loss of each token, a tensor of shape \(3,\); returned {found}"):
+        with pytest.raises(
+            ValueError, match=rf"the loss of each token, a tensor of shape \(3,\); returned {found}"
+        ):
             policy_loss(logprobs, logprobs, logprobs, mask, loss_type=wrong)
 
 
@@ -193,7 +245,9 @@ def test_only_logprobs_get_a_gradient():
     inputs = [torch.full((2, 3), -1.0, requires_grad=True) for _ in range(4)]
     logprobs, old, advantages, weights = inputs
     mask = torch.ones(2, 3, dtype=torch.bool)
-    loss, _ = policy_loss(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2, weights=weights)
+    loss, _ = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2, weights=weights
+    )
     loss.sum().backward()
     assert logprobs.grad is not None
     assert all(leaf.grad is None for leaf in (old, advantages, weights))
@@ -205,15 +259,26 @@ def test_garbage_outside_the_mask_changes_neither_value_nor_gradient():
     old = torch.tensor([-1.1, 0.0, -INF, NAN, -1.0])
     advantages = torch.tensor([1.0, NAN, INF, -INF, -1.0])
     weights = torch.tensor([1.0, INF, NAN, 1.0, 0.5])
-    loss, stats = policy_loss(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2, clip_c=3.0, weights=weights)
+    loss, stats = policy_loss(
+        logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2, clip_c=3.0, weights=weights
+    )
     loss.sum().backward()
     keep = mask.nonzero().squeeze(1)
     leaf = logprobs.detach()[keep].requires_grad_()
     alone, alone_stats = policy_loss(
-        leaf, old[keep], advantages[keep], mask[keep], clip_low=0.2, clip_high=0.2, clip_c=3.0, weights=weights[keep]
+        leaf,
+        old[keep],
+        advantages[keep],
+        mask[keep],
+        clip_low=0.2,
+        clip_high=0.2,
+        clip_c=3.0,
+        weights=weights[keep],
     )
     alone.sum().backward()
-    assert torch.equal(loss[~mask], torch.zeros(3)) and torch.equal(logprobs.grad[~mask], torch.zeros(3))
+    assert torch.equal(loss[~mask], torch.zeros(3)) and torch.equal(
+        logprobs.grad[~mask], torch.zeros(3)
+    )
     torch.testing.assert_close(loss[keep], alone)
     torch.testing.assert_close(logprobs.grad[keep], leaf.grad)
     torch.testing.assert_close(stats, alone_stats)
@@ -233,7 +298,12 @@ def test_an_empty_mask_gives_zeros(shape):
 def test_a_huge_ratio_stays_finite(advantage):
     logprobs = torch.tensor([0.0], requires_grad=True)
     loss, stats = policy_loss(
-        logprobs, torch.tensor([-500.0]), torch.tensor([advantage]), torch.tensor([True]), clip_low=0.2, clip_high=0.2
+        logprobs,
+        torch.tensor([-500.0]),
+        torch.tensor([advantage]),
+        torch.tensor([True]),
+        clip_low=0.2,
+        clip_high=0.2,
     )
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(logprobs.grad).all()
@@ -243,7 +313,9 @@ def test_a_huge_ratio_stays_finite(advantage):
 def test_advantages_broadcast_from_rows_and_half_precision_is_computed_in_float32():
     logprobs = torch.full((2, 3), -1.0, dtype=torch.bfloat16)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    loss, _ = policy_loss(logprobs, logprobs, torch.tensor([[1.0], [-2.0]]), mask, clip_low=0.2, clip_high=0.2)
+    loss, _ = policy_loss(
+        logprobs, logprobs, torch.tensor([[1.0], [-2.0]]), mask, clip_low=0.2, clip_high=0.2
+    )
     assert loss.dtype == torch.float32
     assert loss.tolist() == [[-1.0] * 3, [2.0] * 3]
 

@@ -125,7 +125,9 @@ def summed(values: torch.Tensor) -> tuple[float, float]:
 def our_loss(kind: str, mode: str) -> tuple[float, float]:
     def loss_of(logprobs, t):
         kind_here = {"vanilla": "actor"}.get(kind, kind)
-        per_token, _ = policy_loss(logprobs, t["old"], t["advantages"], MASK, loss_type=kind_here, **CLIPS[kind])
+        per_token, _ = policy_loss(
+            logprobs, t["old"], t["advantages"], MASK, loss_type=kind_here, **CLIPS[kind]
+        )
         if mode == "seq-mean-token-sum-norm":
             return aggregate(per_token, MASK, None, "seq-mean-token-sum", denominator=9 * LONGEST)
         return aggregate(per_token, MASK, None, mode)
@@ -136,16 +138,24 @@ def our_loss(kind: str, mode: str) -> tuple[float, float]:
 def our_advantages(kind: str, beta: float) -> tuple[float, float]:
     t = drawn()
     kl = divergence(t["reference"], t["old"], MASK, "k1") * beta
-    kind_here, normalize = {"dr_grpo": ("dr_grpo", False), "rloo": ("rloo", False)}.get(kind, (kind, True))
+    kind_here, normalize = {"dr_grpo": ("dr_grpo", False), "rloo": ("rloo", False)}.get(
+        kind, (kind, True)
+    )
     if kind == "reinforce_plus_plus" and beta:
         tokens = (t["rewards"].unsqueeze(1) - kl.flip(1).cumsum(1).flip(1))[MASK]
         count = torch.tensor(float(len(tokens)))
-        mean, deviation = token_moments(count, tokens.sum(), lambda mean: (tokens - mean).square().sum())
+        mean, deviation = token_moments(
+            count, tokens.sum(), lambda mean: (tokens - mean).square().sum()
+        )
         values = torch.zeros(9, 7, dtype=torch.float64)
         values[MASK] = (tokens - mean) / deviation
         return summed(values)
     rewards = t["rewards"] - kl.sum(1)
-    return summed(advantages(kind_here, rewards, GROUPS, LENGTHS, normalize=normalize).unsqueeze(1).expand(9, 7))
+    return summed(
+        advantages(kind_here, rewards, GROUPS, LENGTHS, normalize=normalize)
+        .unsqueeze(1)
+        .expand(9, 7)
+    )
 
 
 #: What corrects for the engine → our weights (level, bound) and rejection (level, bounds).
@@ -172,7 +182,9 @@ def our_correction(kind: str, mode: str) -> tuple[float, float]:
             level, low, high = rejection
             kept = rejection_mask(*pair, MASK, level=level, low=low, high=high)
             assert 0.05 < kept[MASK].double().mean() < 0.95
-        per_token, _ = policy_loss(logprobs, t["old"], t["advantages"], kept, weights=w, **CLIPS["vanilla"])
+        per_token, _ = policy_loss(
+            logprobs, t["old"], t["advantages"], kept, weights=w, **CLIPS["vanilla"]
+        )
         return aggregate(per_token, kept, None, mode, denominator=DENOMINATORS[mode])
 
     return with_gradient(loss_of)
@@ -202,7 +214,11 @@ class ActorConfig(SimpleNamespace):
 def verl() -> SimpleNamespace:
     assert PEERS is not None
     masked = functions_of(
-        Path(PEERS, "verl/utils/torch_functional.py"), "masked_sum", "masked_mean", "masked_var", "masked_whiten"
+        Path(PEERS, "verl/utils/torch_functional.py"),
+        "masked_sum",
+        "masked_mean",
+        "masked_var",
+        "masked_whiten",
     )
     losses = [f"compute_policy_loss_{kind}" for kind in CLIPS]
     estimators = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -211,7 +227,12 @@ def verl() -> SimpleNamespace:
     names = *losses, *estimators, "agg_loss", "kl_penalty_forward"
     found = functions_of(Path(PEERS, "verl/trainer/ppo/core_algos.py"), *names, **given)
     path = Path(PEERS, "verl/trainer/ppo/rollout_corr_helper.py")
-    own = "_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds", "compute_rs_metrics", "compute_is_metrics"
+    own = (
+        "_parse_rollout_is_threshold",
+        "_parse_rollout_rs_thresholds",
+        "compute_rs_metrics",
+        "compute_is_metrics",
+    )
     wanted = "compute_rollout_rejection_mask", "compute_rollout_correction_weights"
     tokens = {f"token_k{k}" for k in (1, 2, 3)}
     constants: dict[str, Any] = {"SAFETY_BOUND": 20.0, "TOKEN_LEVEL_ROLLOUT_RS_OPTIONS": tokens}
@@ -252,10 +273,14 @@ def verl_correction(kind: str, mode: str) -> tuple[float, float]:
                 threshold = f"{rejection[1]}_{rejection[2]}"
             w, _ = code.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
         if rejection and kind != "IcePop":
-            option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[rejection[0]]
+            option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[
+                rejection[0]
+            ]
             bounds = f"{1 / rejection[2]}_{1 / rejection[1]}"
             mask, _ = code.compute_rollout_rejection_mask(log_ratio, mask, option, bounds)
-        return code.compute_policy_loss_vanilla(t["old"], logprobs, t["advantages"], mask, mode, config, w)[0]
+        return code.compute_policy_loss_vanilla(
+            t["old"], logprobs, t["advantages"], mask, mode, config, w
+        )[0]
 
     return with_gradient(loss_of)
 
@@ -277,7 +302,9 @@ def verl_advantages(kind: str, beta: float) -> tuple[float, float]:
 
 
 def trl_method(name: str) -> ast.FunctionDef:
-    (trainer,) = [n for n in ast.parse(trl_file().read_text()).body if getattr(n, "name", "") == "GRPOTrainer"]
+    (trainer,) = [
+        n for n in ast.parse(trl_file().read_text()).body if getattr(n, "name", "") == "GRPOTrainer"
+    ]
     assert isinstance(trainer, ast.ClassDef)
     (function,) = [n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == name]
     return function
@@ -294,7 +321,8 @@ def trl_weights(kind: str) -> torch.Tensor:
     (block,) = [
         node
         for node in ast.walk(trl_method("_generate_and_score_completions"))
-        if isinstance(node, ast.If) and any(ast.unparse(n).startswith("per_token_logps_diff =") for n in node.body)
+        if isinstance(node, ast.If)
+        and any(ast.unparse(n).startswith("per_token_logps_diff =") for n in node.body)
     ]
     trainer = SimpleNamespace(
         use_vllm=True, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=f"{level}_mask",
@@ -312,7 +340,10 @@ def trl_weights(kind: str) -> torch.Tensor:
 def trl_loss(kind: str, corrected: str | None = None) -> tuple[float, float]:
     """The part of `GRPOTrainer._compute_loss` from the ratio to the loss."""
     path, function = trl_file(), trl_method("_compute_loss")
-    begins = [isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "log_ratio" for n in function.body].index(True)
+    begins = [
+        isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "log_ratio"
+        for n in function.body
+    ].index(True)
     ends = ["self._entropy_bonus_enabled" in ast.unparse(n) for n in function.body].index(True)
     code = compile(ast.Module(function.body[begins:ends], []), str(path), "exec")
     clips = CLIPS[TRL[kind][0]]
@@ -353,17 +384,31 @@ ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_
 CASES: dict[tuple[str, str], tuple[Any, Any]] = {}  # → ours, theirs
 for _kind in CLIPS:
     for _mode in MODES if _kind != "sapo" else MODES[1:2]:
-        CASES["verl", f"{_kind} {_mode}"] = partial(our_loss, _kind, _mode), partial(verl_loss, _kind, _mode)
+        CASES["verl", f"{_kind} {_mode}"] = (
+            partial(our_loss, _kind, _mode),
+            partial(verl_loss, _kind, _mode),
+        )
 for _kind in CORRECTED:
-    for _mode in DENOMINATORS if _kind != "IcePop" else MODES[:1]:  # its weights of 0 count in a sequence's own mean
+    for _mode in (
+        DENOMINATORS if _kind != "IcePop" else MODES[:1]
+    ):  # its weights of 0 count in a sequence's own mean
         _what = f"{_kind} {_mode}"
-        CASES["verl", _what] = partial(our_correction, _kind, _mode), partial(verl_correction, _kind, _mode)
+        CASES["verl", _what] = (
+            partial(our_correction, _kind, _mode),
+            partial(verl_correction, _kind, _mode),
+        )
 for _kind in ESTIMATORS:
     for _beta in (0.0, BETA):
         _what = f"{_kind} beta {_beta}"
-        CASES["verl", _what] = partial(our_advantages, _kind, _beta), partial(verl_advantages, _kind, _beta)
+        CASES["verl", _what] = (
+            partial(our_advantages, _kind, _beta),
+            partial(verl_advantages, _kind, _beta),
+        )
 for _kind in ("IcePop", "MIS, not truncated"):
-    CASES["TRL", _kind] = partial(our_correction, _kind, "token-mean"), partial(trl_loss, "dapo", _kind)
+    CASES["TRL", _kind] = (
+        partial(our_correction, _kind, "token-mean"),
+        partial(trl_loss, "dapo", _kind),
+    )
 for _kind, (_ours, _mode) in TRL.items():
     CASES["TRL", _kind] = partial(our_loss, _ours, _mode), partial(trl_loss, _kind)
 

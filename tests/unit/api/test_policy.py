@@ -41,13 +41,22 @@ def test_greedy_answers_are_those_of_transformers(policy, toy_folder, image):
     pixels = Processor(toy_folder, family_of("auto", toy_folder))
     ref = ImageRef.of(image)
     grid = torch.tensor([pixels.grid(ref)])
-    text = tokenizer.apply_chat_template(asked({"type": "image"}), tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        asked({"type": "image"}), tokenize=False, add_generation_prompt=True
+    )
     tokens = int(grid.prod()) // pixels.merge_size**2
     ids = tokenizer(
-        text.replace("<|image_pad|>", "<|image_pad|>" * tokens), return_tensors="pt", add_special_tokens=False
+        text.replace("<|image_pad|>", "<|image_pad|>" * tokens),
+        return_tensors="pt",
+        add_special_tokens=False,
     )
     seen = torch.from_numpy(pixels.image_processor.patches(decode(ref)))
-    banned = torch.from_numpy(pixels.banned_ids(model.config.get_text_config().vocab_size)).nonzero().flatten().tolist()
+    banned = (
+        torch.from_numpy(pixels.banned_ids(model.config.get_text_config().vocab_size))
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     out = model.generate(
         **ids,
         pixel_values=seen,

@@ -32,7 +32,9 @@ from rlinf_vl.toy.task import toy_dataset_path
 
 def run_of(folder, base, *overrides):
     """The folder of a run as it is after two of three steps, of which two are in its checkpoint: a base with weights that moved."""
-    config = load_config("toy-grpo-cpu", [f"rollout.model.model_path={base}", "runner.max_steps=3", *overrides])
+    config = load_config(
+        "toy-grpo-cpu", [f"rollout.model.model_path={base}", "runner.max_steps=3", *overrides]
+    )
     config.runner.code_files = {"/home/me/own.py": "TOP_SECRET = 1"}
     config.rollout.env_kwargs = {"api_key": "sk-1234"}
     family = family_of("auto", base)
@@ -55,14 +57,20 @@ def run_of(folder, base, *overrides):
     assert (folder / "checkpoints/global_step_2" / ACTOR_FOLDER / ".metadata").is_file()
     rows = [{"step": k, "reward/mean": k / 10, "val/accuracy": k / 8} for k in range(4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "environment.json").write_text('{"python": "3.11", "packages": {"torch": "2.13"}, "gpus": []}')
-    write_digests(folder, {split: {"toy": toy_dataset_path(split, "toy")} for split in ("train", "val")})
+    (folder / "environment.json").write_text(
+        '{"python": "3.11", "packages": {"torch": "2.13"}, "gpus": []}'
+    )
+    write_digests(
+        folder, {split: {"toy": toy_dataset_path(split, "toy")} for split in ("train", "val")}
+    )
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def export(*arguments, expect=0, **environment):
     command = [sys.executable, "-m", "rlinf_vl", "export", *map(str, arguments)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == expect, done.stderr
     return done.stderr
 
@@ -89,12 +97,27 @@ def run(tmp_path_factory, toy_folder):
 def test_what_is_pushed_is_what_transformers_loads_from_there(run, hub, tmp_path):
     folder, weights = run
     said = export(
-        folder, "--push", "me/model", "--private", "--dtype", "fp32", **hub.environment, HF_HOME=str(tmp_path)
+        folder,
+        "--push",
+        "me/model",
+        "--private",
+        "--dtype",
+        "fp32",
+        **hub.environment,
+        HF_HOME=str(tmp_path),
     )
     assert f"wrote {hub.url}/me/model" in said and hub.created[-1]["visibility"] == "private"
     files = hub.repositories["me/model"]
-    assert {"README.md", "curve.png", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
-    there = huggingface_hub.snapshot_download("me/model", endpoint=hub.url, cache_dir=tmp_path, token=TOKEN)
+    assert {
+        "README.md",
+        "curve.png",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    } <= files.keys()
+    there = huggingface_hub.snapshot_download(
+        "me/model", endpoint=hub.url, cache_dir=tmp_path, token=TOKEN
+    )
     loaded = AutoModelForImageTextToText.from_pretrained(there, dtype=torch.float32)
     for name, value in loaded.named_parameters():
         torch.testing.assert_close(value.detach(), weights[name], rtol=0, atol=0)
@@ -113,7 +136,9 @@ def test_the_card_has_curve_config_and_data(run, tmp_path):
         data = toy_dataset_path(split, "toy").read_bytes()
         assert f"| {split} | `toy` | {len(data)} | `{hashlib.sha256(data).hexdigest()}` |" in text
     config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
-    assert config["runner"]["max_steps"] == 3 and config["rollout"]["env_kwargs"] == {"api_key": "left out here"}
+    assert config["runner"]["max_steps"] == 3 and config["rollout"]["env_kwargs"] == {
+        "api_key": "left out here"
+    }
     assert "TOP_SECRET" not in text and "sk-1234" not in text and "own.py" in text
     with Image.open(tmp_path / "out/curve.png") as curve:
         assert curve.size == (720, 400)
@@ -127,7 +152,10 @@ def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub, monkeypatch):
     lora = ["actor.model.is_lora=true", "actor.model.lora.target_modules=[all-linear]"]
     weights = run_of(tmp_path / "run", toy_folder, *lora)
     at_this_hub(monkeypatch, hub)
-    assert publish(tmp_path / "run", tmp_path / "out", adapters=True, push="adapters") == f"{hub.url}/me/adapters"
+    assert (
+        publish(tmp_path / "run", tmp_path / "out", adapters=True, push="adapters")
+        == f"{hub.url}/me/adapters"
+    )
     files = hub.repositories["me/adapters"]
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= files.keys()
@@ -138,7 +166,12 @@ def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub, monkeypatch):
         if is_adapter(name):
             torch.testing.assert_close(loaded[f"base_model.model.{name}"], value, rtol=0, atol=0)
     image = Image.new("RGB", (64, 64), "red")
-    asked = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Which?"}]}]
+    asked = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": image}, {"type": "text", "text": "Which?"}],
+        }
+    ]
     answers = set()
     for source in (tmp_path / "run", tmp_path / "out"):
         policy = rlinf_vl.load_policy(source, device="cpu")
@@ -171,7 +204,9 @@ def test_a_torn_run_is_exported_all_the_same(run, tmp_path):
     folder, _ = run
     torn = tmp_path / "torn"
     shutil.copytree(folder, torn, ignore=shutil.ignore_patterns("*.jsonl", "*.json"))
-    shutil.copy(folder / "checkpoints/global_step_2/controller.json", torn / "checkpoints/global_step_2")
+    shutil.copy(
+        folder / "checkpoints/global_step_2/controller.json", torn / "checkpoints/global_step_2"
+    )
     publish(torn, tmp_path / "out")
     text = (tmp_path / "out/README.md").read_text()
     assert "`unknown`" in text and "curve" not in text and "model-index" not in text
@@ -182,7 +217,9 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     (tmp_path / "a/x.bin").write_bytes(b"x" * 1000)
     (tmp_path / "a/b.txt").write_bytes(base64.b64encode(b"y"))
     command = "sha256sum b.txt x.bin | tee /dev/stderr | sha256sum"
-    done = subprocess.run(command, shell=True, cwd=tmp_path / "a", capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path / "a", capture_output=True, text=True, check=True
+    )
     assert digest(tmp_path / "a") == {"sha256": done.stdout.split()[0], "bytes": 1004}
     assert digest(tmp_path / "a/x.bin")["sha256"] == done.stderr.splitlines()[1].split()[0]
 

@@ -35,7 +35,10 @@ def marker(tmp_path):
 def overrides(toy_folder, marker, tmp_path):
     """Those of a run with a family of its own, in a file that is gone from the disk afterwards."""
     (tmp_path / "family.py").write_text(FAMILY.format(marker=str(marker)))
-    return [f"rollout.model.model_path={toy_folder}", f"rollout.model.model_type={tmp_path / 'family.py'}:FAMILY"]
+    return [
+        f"rollout.model.model_path={toy_folder}",
+        f"rollout.model.model_type={tmp_path / 'family.py'}:FAMILY",
+    ]
 
 
 @pytest.fixture
@@ -141,6 +144,10 @@ def test_weights_whose_metadata_would_run_code_are_refused(folder, marker, tmp_p
     with pytest.raises(ConfigError):
         rlinf_vl.load_policy(folder, device="cpu")
     assert not marker.exists()
-    dcp.save({"model": {"model.weight": Planted(marker)}}, checkpoint_id=tmp_path / "pickled", no_dist=True)
+    dcp.save(
+        {"model": {"model.weight": Planted(marker)}},
+        checkpoint_id=tmp_path / "pickled",
+        no_dist=True,
+    )
     with pytest.raises(RunError, match="is a pickled object, and not a tensor"):
         refuse_pickled_code(tmp_path / "pickled")

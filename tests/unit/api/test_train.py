@@ -57,7 +57,11 @@ def train(monkeypatch, tmp_path):
 
 
 def row(i, *colors):
-    return {"problem": "<image>" * len(colors) + "which?", "answer": str(i), "images": [picture(c) for c in colors]}
+    return {
+        "problem": "<image>" * len(colors) + "which?",
+        "answer": str(i),
+        "images": [picture(c) for c in colors],
+    }
 
 
 def picture(color):
@@ -68,7 +72,9 @@ def test_importing_the_package_takes_nothing_with_it():
     slow = "{'torch', 'ray', 'hydra', 'numpy', 'pandas', 'datasets'} & set(sys.modules)"
     asked = "rlinf_vl.train, rlinf_vl.Run"
     program = f"import sys, rlinf_vl; print({slow}); {asked}; print({{'torch', 'ray'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert done.stdout.split() == ["set()", "set()"], done.stderr
     assert {"train", "load_policy", "Run"} <= set(dir(rlinf_vl))
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
@@ -77,7 +83,11 @@ def test_importing_the_package_takes_nothing_with_it():
 
 def test_rows_become_a_file_with_their_images(train):
     rows = [row(0, "red"), row(1, "green", "blue")]
-    config = train({"data.rollout_batch_size": 2}, train_dataset=rows, val_dataset=datasets.Dataset.from_list(rows[:1]))
+    config = train(
+        {"data.rollout_batch_size": 2},
+        train_dataset=rows,
+        val_dataset=datasets.Dataset.from_list(rows[:1]),
+    )
     (path,) = config.data.train_data_paths
     problems = ProblemDataset([path], "train")
     assert [problem.answer for problem in map(problems.__getitem__, range(2))] == ["0", "1"]
@@ -85,20 +95,31 @@ def test_rows_become_a_file_with_their_images(train):
     assert colors == [[(255, 0, 0)], [(0, 128, 0), (0, 0, 255)]]
     assert len(ProblemDataset(config.data.val_data_paths, "val")) == 1
     assert train({"data.rollout_batch_size": 2}, train_dataset=rows).data.train_data_paths == [path]
-    assert train({"data.rollout_batch_size": 2}, train_dataset=pd.DataFrame(rows)).data.train_data_paths == [path]
-    assert len(os.listdir(os.path.dirname(path))) == 2, "the same rows have the same file, and nothing else is left"
+    assert train(
+        {"data.rollout_batch_size": 2}, train_dataset=pd.DataFrame(rows)
+    ).data.train_data_paths == [path]
+    assert len(os.listdir(os.path.dirname(path))) == 2, (
+        "the same rows have the same file, and nothing else is left"
+    )
 
 
 def test_rows_of_trl_and_verl_are_given_as_they_are(train):
     parts = [{"type": "image", "image": picture("red")}, {"type": "text", "text": "x?"}]
     rows = [
-        {"prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": parts}], "solution": "3"},
+        {
+            "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": parts}],
+            "solution": "3",
+        },
         {"prompt": [{"role": "user", "content": "y?"}], "solution": "4"},
     ]
     config = train({"data.rollout_batch_size": 2}, train_dataset=rows)
     found = list(ProblemDataset(config.data.train_data_paths, "train"))
-    assert [problem.answer for problem in found] == ["3", "4"] and [len(problem.images) for problem in found] == [1, 0]
-    assert [message["content"][-1]["text"] for problem in found for message in problem.messages] == [
+    assert [problem.answer for problem in found] == ["3", "4"] and [
+        len(problem.images) for problem in found
+    ] == [1, 0]
+    assert [
+        message["content"][-1]["text"] for problem in found for message in problem.messages
+    ] == [
         "Think.",
         "x?",
         "y?",
@@ -140,9 +161,9 @@ def test_paths_in_rows_are_relative_to_the_working_folder(train, tmp_path):
     rows = [{"problem": "<image>?", "answer": "1", "images": ["a.png"]}]
     config = train({"data.rollout_batch_size": 1}, train_dataset=rows, val_dataset=rows)
     assert config.data.image_root == str(tmp_path)
-    assert train({"data.rollout_batch_size": 1}, train_dataset=rows).data.image_root == str(tmp_path), (
-        "the toy names no file"
-    )
+    assert train({"data.rollout_batch_size": 1}, train_dataset=rows).data.image_root == str(
+        tmp_path
+    ), "the toy names no file"
     datasets.Dataset.from_list([row(0, "red")]).to_parquet("own.parquet")
     bare = [{"problem": "?", "answer": "1", "images": []}]
     config = train({"data.rollout_batch_size": 1}, train_dataset=bare, val_dataset="own.parquet")
@@ -152,13 +173,17 @@ def test_paths_in_rows_are_relative_to_the_working_folder(train, tmp_path):
 def test_files_that_rows_name_are_relative_to_the_working_folder(train, tmp_path):
     for name in ("a.png", "b.png"):
         picture("red").save(tmp_path / name)
-    rows = [{"problem": "<image><image>?", "answer": "1", "images": ["a.png", str(tmp_path / "b.png")]}]
+    rows = [
+        {"problem": "<image><image>?", "answer": "1", "images": ["a.png", str(tmp_path / "b.png")]}
+    ]
     alone = [{"problem": "<image>?", "answer": "1", "image": "a.png"}]
     cases = [({}, {"train_dataset": rows, "val_dataset": rows})]
     cases += [({"data.image_keys": ["image"], "data.val_data_paths": []}, {"train_dataset": alone})]
     for overrides, given in cases:
         (path,) = train({"data.rollout_batch_size": 1} | overrides, **given).data.train_data_paths
-        problems = ProblemDataset([path], "train", RowFormat(image_keys=overrides.get("data.image_keys", ["images"])))
+        problems = ProblemDataset(
+            [path], "train", RowFormat(image_keys=overrides.get("data.image_keys", ["images"]))
+        )
         assert {decode(image).getpixel((0, 0)) for image in problems[0].images} == {(255, 0, 0)}
     with pytest.raises(ConfigError, match="gone.png"):
         train(
@@ -169,8 +194,13 @@ def test_files_that_rows_name_are_relative_to_the_working_folder(train, tmp_path
 
 def test_paths_and_names_are_taken_as_they_are(train, tmp_path):
     datasets.Dataset.from_list([row(0, "red")] * 16).to_parquet(str(tmp_path / "own.parquet"))
-    assert train(train_dataset=tmp_path / "own.parquet").data.train_data_paths == [str(tmp_path / "own.parquet")]
-    assert train(val_dataset=["toy", "own.parquet"]).data.val_data_paths == ["toy", str(tmp_path / "own.parquet")]
+    assert train(train_dataset=tmp_path / "own.parquet").data.train_data_paths == [
+        str(tmp_path / "own.parquet")
+    ]
+    assert train(val_dataset=["toy", "own.parquet"]).data.val_data_paths == [
+        "toy",
+        str(tmp_path / "own.parquet"),
+    ]
 
 
 def test_a_class_travels_in_the_config(train, tmp_path):
@@ -185,11 +215,21 @@ def test_a_class_travels_in_the_config(train, tmp_path):
 
 
 def test_overrides_are_texts_or_a_mapping(train):
-    overrides = {"runner": {"max_steps": 7, "seed": 5}, "rollout.env_kwargs.worth": 3, "data.image_keys": ["images"]}
+    overrides = {
+        "runner": {"max_steps": 7, "seed": 5},
+        "rollout.env_kwargs.worth": 3,
+        "data.image_keys": ["images"],
+    }
     config = train(overrides, env=Counting)
-    assert (config.runner.max_steps, config.runner.seed, config.rollout.env_kwargs) == (7, 5, {"worth": 3})
+    assert (config.runner.max_steps, config.runner.seed, config.rollout.env_kwargs) == (
+        7,
+        5,
+        {"worth": 3},
+    )
     assert config.runner.save_interval == 40 and config.runner.val_check_interval == 10
-    assert train({"runner.save_interval": -1}).runner.save_interval > 10**6, "the last step is saved"
+    assert train({"runner.save_interval": -1}).runner.save_interval > 10**6, (
+        "the last step is saved"
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,14 +264,20 @@ def test_what_can_not_travel_is_refused(train):
 
 
 def test_a_run_by_its_folder(tmp_path):
-    lines = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5, "val/accuracy": 0.75}]
+    lines = [
+        {"step": 1, "reward/mean": 0.25},
+        {"step": 2, "reward/mean": 0.5, "val/accuracy": 0.75},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "config.yaml").write_text("runner: {max_steps: 2}\n")
     run = rlinf_vl.Run(str(tmp_path))
     assert isinstance(run.metrics, pd.DataFrame) and run.metrics.index.name == "step"
     assert run.metrics["reward/mean"].to_dict() == {1: 0.25, 2: 0.5}
     assert run.metrics["val/accuracy"].isna().to_dict() == {1: True, 2: False}
-    assert run.report() == tmp_path / "report.html" and run.report(output=tmp_path / "x.html").is_file()
+    assert (
+        run.report() == tmp_path / "report.html"
+        and run.report(output=tmp_path / "x.html").is_file()
+    )
     with pytest.raises(RunError, match="set runner.save_interval"):
         _ = run.model_path
     empty = rlinf_vl.Run(tmp_path / "none")
@@ -244,7 +290,9 @@ def test_signals_mean_what_they_meant_before():
     with stop.installed():
         assert signal.getsignal(signal.SIGINT) == stop._receive
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    thread = threading.Thread(target=lambda: stop.installed().__enter__())  # where no handler can be set
+    thread = threading.Thread(
+        target=lambda: stop.installed().__enter__()
+    )  # where no handler can be set
     thread.start()
     thread.join()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -26,15 +26,22 @@ def test_its_process_group_reduces_tensors_of_both_devices(trainer, monkeypatch)
     """Ranks agree on counts that are CPU tensors; NCCL alone has no way to reduce them."""
     seen = {}
     monkeypatch.setattr(sys, "argv", ["trainer.py", "--device", "cuda"])
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: seen.update(backend=backend))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **_: seen.update(backend=backend)
+    )
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.update(index=index))
     monkeypatch.setattr(
-        trainer, "measure", lambda folder, args, figures: seen.update(device=args.device, dtype=args.dtype)
+        trainer,
+        "measure",
+        lambda folder, args, figures: seen.update(device=args.device, dtype=args.dtype),
     )
     trainer.main()
     assert seen == {"backend": "cpu:gloo,cuda:nccl", "index": 0, "device": "cuda", "dtype": "bf16"}
-    assert dist.BackendConfig(seen["backend"]).get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
+    assert dist.BackendConfig(seen["backend"]).get_device_backend_map() == {
+        "cpu": "gloo",
+        "cuda": "nccl",
+    }
 
 
 def test_its_engine_is_built_on_the_device(trainer, monkeypatch):

@@ -29,7 +29,10 @@ def folder(tmp_path_factory):
         (folder / f"{k}.png").write_bytes(buffer.getvalue()[: 2000 if k == 6 else None])
 
     def write(name, *rows):
-        lines = (json.dumps({"problem": p, "images": [f"{i}.png" for i in im], "answer": a}) for p, im, a in rows)
+        lines = (
+            json.dumps({"problem": p, "images": [f"{i}.png" for i in im], "answer": a})
+            for p, im, a in rows
+        )
         (folder / name).write_text("\n".join(lines))
 
     write(
@@ -105,7 +108,9 @@ def test_tokens_are_those_of_the_chat_template_and_of_the_pixels(found, toy_fold
     unit = size["patch_size"] * size["merge_size"]
     of_one = (round(40 / unit)) * round(48 / unit)
     assert (tokens["images"]["min"], tokens["images"]["max"]) == (of_one, 2 * of_one)
-    budgets = {b["value"]: b["dropped"] for b in found["splits"]["train"]["budgets"]["max_prompt_length"]}
+    budgets = {
+        b["value"]: b["dropped"] for b in found["splits"]["train"]["budgets"]["max_prompt_length"]
+    }
     assert budgets[128] == 1 and budgets[max(budgets)] == 0 and len(budgets) > 3
 
 
@@ -120,16 +125,24 @@ def test_the_page_shows_rows_with_their_pictures_and_loads_nothing(found, folder
     page = (folder / "out/page.html").read_text()
     assert html.escape(HOSTILE) in page and "<script" not in page
     assert not re.search(r'(?:src|href)="(?!data:image/jpeg;base64,)', page)
-    for shelf in ("train: image can&#39;t be decoded", "train: rows that repeat another", "val: usable rows"):
+    for shelf in (
+        "train: image can&#39;t be decoded",
+        "train: rows that repeat another",
+        "val: usable rows",
+    ):
         assert shelf in page
     assert page.count("<img") > 10
 
 
 def test_data_without_a_config_is_checked_without_tokens(folder, capsys):
-    assert main(["check-data", f"{folder}/val.jsonl", "--output", str(folder / "out/val.html")]) == 0
+    assert (
+        main(["check-data", f"{folder}/val.jsonl", "--output", str(folder / "out/val.html")]) == 0
+    )
     found = json.loads((folder / "out/val.json").read_text())
     assert (
-        found["model"] is None and found["splits"]["train"]["usable"] == 4 and "tokens" not in found["splits"]["train"]
+        found["model"] is None
+        and found["splits"]["train"]["usable"] == 4
+        and "tokens" not in found["splits"]["train"]
     )
     assert "add rollout.model.model_path=MODEL" in capsys.readouterr().out
 
@@ -146,11 +159,15 @@ def test_a_spread_is_of_all_its_values():
     spread = _spread([1, 2, 3, 4, 1000])
     assert (spread["min"], spread["median"], spread["max"], spread["mean"]) == (1, 3, 1000, 202.0)
     assert sum(spread["histogram"]["counts"]) == 5 and spread["histogram"]["edges"][-1] == 1000
-    assert np.allclose(np.diff(np.log(spread["histogram"]["edges"][1:])), np.log(1000) / 24, rtol=0.2)
+    assert np.allclose(
+        np.diff(np.log(spread["histogram"]["edges"][1:])), np.log(1000) / 24, rtol=0.2
+    )
     assert _spread([]) is None and sum(_spread([7, 7])["histogram"]["counts"]) == 2
 
 
-def test_each_data_set_has_its_page_and_progress_is_told_outside_a_terminal(tmp_path, monkeypatch, capsys):
+def test_each_data_set_has_its_page_and_progress_is_told_outside_a_terminal(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -158,7 +175,14 @@ def test_each_data_set_has_its_page_and_progress_is_told_outside_a_terminal(tmp_
         (tmp_path / name / "train.jsonl").write_text("\n".join(rows))
     pages = []
     for name in ("a", "b", "a"):
-        check = ["check-data", f"{name}/train.jsonl", "data.image_keys=[]", "runner.output_dir=out", "--workers", "1"]
+        check = [
+            "check-data",
+            f"{name}/train.jsonl",
+            "data.image_keys=[]",
+            "runner.output_dir=out",
+            "--workers",
+            "1",
+        ]
         assert main(check) == 0
         told = capsys.readouterr()
         pages.append(re.search(r"out/check-data/(\S+) has pictures", told.out)[1])
@@ -173,5 +197,9 @@ def test_a_line_of_progress_for_each_tenth():
     for _ in range(40):
         advance(25)
     lines = out.getvalue().splitlines()
-    assert lines[:3] == ["checking 1000 rows", "checking rows: 100 of 1000", "checking rows: 200 of 1000"]
+    assert lines[:3] == [
+        "checking 1000 rows",
+        "checking rows: 100 of 1000",
+        "checking rows: 200 of 1000",
+    ]
     assert len(lines) == 10

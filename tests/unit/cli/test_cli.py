@@ -39,28 +39,48 @@ def test_the_help_of_train_has_every_config_and_every_key(capsys):
 
 def test_keys_are_shown_with_defaults_and_meaning(capsys):
     code, text, _ = said(capsys, "config")
-    assert code == 0 and "runner.max_steps = -1\n" in text and "runner.experiment_name = (must be given)" in text
+    assert (
+        code == 0
+        and "runner.max_steps = -1\n" in text
+        and "runner.experiment_name = (must be given)" in text
+    )
     _, text, _ = said(capsys, "config", "rollout.model.precision")
-    assert text.startswith("rollout.model.precision = 'bf16'\n") and "Allowed: fp32, bf16, fp16." in text
+    assert (
+        text.startswith("rollout.model.precision = 'bf16'\n")
+        and "Allowed: fp32, bf16, fp16." in text
+    )
     _, text, _ = said(capsys, "config", "actor.optim")
-    assert text.count("actor.optim.") == len([key for key in config_keys() if key.startswith("actor.optim.")])
+    assert text.count("actor.optim.") == len(
+        [key for key in config_keys() if key.startswith("actor.optim.")]
+    )
     _, text, _ = said(capsys, "config", "clip_ratio")
     shown = re.findall(r"^(\S+) = ", text, re.MULTILINE)
     assert len(shown) >= 3 and shown == [key for key in config_keys() if "clip_ratio" in key]
     code, _, errors = said(capsys, "config", "runner.maxsteps")
-    assert code == 2 and errors.startswith("error: runner.maxsteps: unknown key; did you mean 'runner.max_steps'")
+    assert code == 2 and errors.startswith(
+        "error: runner.maxsteps: unknown key; did you mean 'runner.max_steps'"
+    )
 
 
 def test_a_new_experiment_and_environment_are_sound(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, text, _ = said(capsys, "new", "experiment", "first-try")
-    assert code == 0 and text.startswith("wrote first-try.yaml\n") and "rlinf-vl train first-try.yaml" in text
+    assert (
+        code == 0
+        and text.startswith("wrote first-try.yaml\n")
+        and "rlinf-vl train first-try.yaml" in text
+    )
     assert said(capsys, "train", "first-try.yaml", "--check")[0] == 0
     _, text, _ = said(capsys, "new", "env", "ask-twice")
     assert "rollout.env_class=ask_twice.py:AskTwice" in text
     code, text, _ = said(capsys, "check-env", "ask_twice.py:AskTwice", "tries=3")
     assert code == 0 and "holds the contract" in text
-    assert said(capsys, "train", "toy-grpo-cpu", "rollout.env_class=ask_twice.py:AskTwice", "--check")[0] == 0
+    assert (
+        said(capsys, "train", "toy-grpo-cpu", "rollout.env_class=ask_twice.py:AskTwice", "--check")[
+            0
+        ]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +102,9 @@ def test_names_that_can_not_be(capsys, tmp_path, monkeypatch, words, reason):
 def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert said(capsys, "new", "reward", "mine")[0] == 0
-    printed = subprocess.run([sys.executable, "mine.py"], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "mine.py"], capture_output=True, text=True, check=True
+    ).stdout
     assert printed.splitlines()[0] == "{'score': 1.0, 'right': 1.0, 'brief': 1.0}"
 
 
@@ -92,8 +114,14 @@ def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
         ("rlinf-vl prefl", {"preflight"}),
         ("rlinf-vl train toy-grpo-cpu-l", {"toy-grpo-cpu-lora"}),
         ("rlinf-vl train own", {"own.yaml"}),
-        ("rlinf-vl train toy-grpo-cpu runner.max_st", {"runner.max_steps=", "runner.max_staleness="}),
-        ("rlinf-vl train toy-grpo-cpu cluster.device=c", {"cluster.device=cpu", "cluster.device=cuda"}),
+        (
+            "rlinf-vl train toy-grpo-cpu runner.max_st",
+            {"runner.max_steps=", "runner.max_staleness="},
+        ),
+        (
+            "rlinf-vl train toy-grpo-cpu cluster.device=c",
+            {"cluster.device=cpu", "cluster.device=cuda"},
+        ),
         ("rlinf-vl train toy-grpo-cpu data.shuffle=", {"data.shuffle=true", "data.shuffle=false"}),
         ("rlinf-vl config algorithm.kl_b", {"algorithm.kl_beta"}),
         ("rlinf-vl new re", {"reward"}),
@@ -101,9 +129,21 @@ def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
 )
 def test_the_shell_completes(tmp_path, line, expected):
     (tmp_path / "own.yaml").write_text("defaults: [toy-grpo-cpu]\n")
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
-    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
-    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'rlinf-vl'; from rlinf_vl.__main__ import main; main()"]
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_IFS": "\n",
+    }
+    asked |= {
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"),
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " ",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.argv[0] = 'rlinf-vl'; from rlinf_vl.__main__ import main; main()",
+    ]
     subprocess.run(command, cwd=tmp_path, env=os.environ | asked, timeout=60)
     assert {word.strip() for word in (tmp_path / "out").read_text().split("\n")} == expected
 
@@ -124,8 +164,14 @@ def test_the_script_for_the_shell(capsys):
         ("train toy-grpo-cpu --multirun runner.seed=1,2", "there is no multirun"),
         ("train toy-grpo-cpu -m runner.seed=1,2", "there is no multirun"),
         ("train toy-grpo-cpu algorithm.adv_type=dapo", "algorithm.dynamic_sampling.enable=true"),
-        ("train toy-grpo-cpu algorithm.loss_type=ppo", "PPO's clipped loss is algorithm.loss_type=actor"),
-        ("train toy-grpo-cpu runner.seed=1 ~data.seed", "override '~data.seed': 'data.seed' can't be removed"),
+        (
+            "train toy-grpo-cpu algorithm.loss_type=ppo",
+            "PPO's clipped loss is algorithm.loss_type=actor",
+        ),
+        (
+            "train toy-grpo-cpu runner.seed=1 ~data.seed",
+            "override '~data.seed': 'data.seed' can't be removed",
+        ),
     ],
 )
 def test_what_newcomers_type_gets_the_right_hint(capsys, words, hint):
@@ -135,7 +181,9 @@ def test_what_newcomers_type_gets_the_right_hint(capsys, words, hint):
 
 def test_reward_functions_may_be_bare_names(tmp_path):
     (tmp_path / "f.py").write_text("def g(response, answer):\n    return 1.0\n")
-    functions = load_config("toy-grpo-cpu", [f"reward.functions=[math,{tmp_path}/f.py:g]"]).reward.functions
+    functions = load_config(
+        "toy-grpo-cpu", [f"reward.functions=[math,{tmp_path}/f.py:g]"]
+    ).reward.functions
     assert [entry["function"].rpartition("/")[2] for entry in functions] == ["math", "f.py:g"]
     (alone,) = load_config("toy-grpo-cpu", ["reward.functions=exact"]).reward.functions
     assert alone == {"function": "exact"}
@@ -144,8 +192,13 @@ def test_reward_functions_may_be_bare_names(tmp_path):
 def test_a_folder_of_runs_is_reported_as_a_table(tmp_path, capsys):
     for number, name in enumerate(("first", "second")):
         (tmp_path / name).mkdir()
-        rows = [{"step": 1, "val/accuracy": 0.9}, {"step": 2, "reward/mean": 0.25, "val/accuracy": 0.5}]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        rows = [
+            {"step": 1, "val/accuracy": 0.9},
+            {"step": 2, "reward/mean": 0.25, "val/accuracy": 0.5},
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in rows)
+        )
         status = {"state": "done", "started": 1e9 + number, "total_steps": 2, "host": "elsewhere"}
         (tmp_path / name / "status.json").write_text(json.dumps(status))
     (tmp_path / "datasets").mkdir()

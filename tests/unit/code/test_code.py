@@ -14,7 +14,10 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import Family, family_of
 from rlinf_vl.observe.tracker import make_trackers
 
-REWARD = {"kind": "reward", "signature": "score(response, answer, **row) or score(completions, **columns)"}
+REWARD = {
+    "kind": "reward",
+    "signature": "score(response, answer, **row) or score(completions, **columns)",
+}
 LOSS = {"kind": "loss", "signature": "loss(logprobs, advantages, *, clip)"}
 TRACKER = {"kind": "tracker", "signature": "open_tracker(run)"}
 CLASS = {"kind": "environment", "signature": ("start(problem)", "close()")}
@@ -37,7 +40,14 @@ def test_a_file_travels_with_the_modules_beside_it_and_no_others(tmp_path, monke
     files = {}
     name = collect_code("score.py:score", ["/nowhere", str(tmp_path)], files)
     assert name == f"{tmp_path}/score.py:score"
-    beside = {"score.py", "words.py", "lazily.py", "kit/__init__.py", "kit/tools.py", "kit/numbers.py"}
+    beside = {
+        "score.py",
+        "words.py",
+        "lazily.py",
+        "kit/__init__.py",
+        "kit/tools.py",
+        "kit/numbers.py",
+    }
     assert files.keys() == {f"{tmp_path}/{path}" for path in beside}
     for path in beside:
         (tmp_path / path).unlink()
@@ -54,7 +64,9 @@ def test_an_object_of_a_notebook_travels_without_its_module(tmp_path):
         "def score(response, answer, **row): return own_words.count(response) * factor\n"
         "yaml.safe_dump([pickled(score), pickled(lambda response, answer: 7.0)], sys.stdout)"
     )
-    told = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     (name, path, text), (other, other_path, other_text) = yaml.unsafe_load(told.stdout)
     assert (name, path) == ("score.pkl:score", "score.pkl") and "own_words" not in sys.modules
     files = {path: text, other_path: other_text}
@@ -62,7 +74,9 @@ def test_an_object_of_a_notebook_travels_without_its_module(tmp_path):
     assert load_code(other, {}, files, **REWARD)("a b", "") == 7.0
     with pytest.raises(CodeError, match="no 'score.pkl' in runner.code_files"):
         load_code(name, {}, {}, **REWARD)
-    with pytest.raises(CodeError, match="can't travel to the workers: TypeError.*path/to/file.py:Name"):
+    with pytest.raises(
+        CodeError, match="can't travel to the workers: TypeError.*path/to/file.py:Name"
+    ):
         pickled(sys._getframe())
 
 
@@ -82,7 +96,9 @@ def test_a_config_anywhere_builds_on_ours_and_finds_code_beside_it(tmp_path, mon
     (tmp_path / "trackers.py").unlink()
     again = load_config(str(tmp_path / "run/config.yaml"))
     assert again == config and changed_keys(again, tmp_path / "run/config.yaml") == []
-    opened = load_code(again.runner.logger.logger_backends[0], {}, again.runner.code_files, **TRACKER)
+    opened = load_code(
+        again.runner.logger.logger_backends[0], {}, again.runner.code_files, **TRACKER
+    )
     assert opened(None) == "of $17 ${x} or ${ in LaTeX"
     text = (tmp_path / "run/config.yaml").read_text()
     former = yaml.safe_load(text)
@@ -146,20 +162,28 @@ def test_what_is_refused_without_running_it(tmp_path, name, wanted, expected):
     working = CODE.replace("import torch_that_is_not_here\nfrom elsewhere import taken", "")
     with pytest.raises(CodeError) as error:
         load_code(f"{path}:{name}", {}, {path: working}, **wanted)
-    assert expected.format(path=path).partition("; its")[0] in str(error.value), "the same of the real thing"
+    assert expected.format(path=path).partition("; its")[0] in str(error.value), (
+        "the same of the real thing"
+    )
 
 
 def test_a_module_and_an_instance(tmp_path, monkeypatch):
-    (tmp_path / "thing_of_test_code.py").write_text("class Family: pass\nFAMILY = Family()\nOTHER = 3\n")
+    (tmp_path / "thing_of_test_code.py").write_text(
+        "class Family: pass\nFAMILY = Family()\nOTHER = 3\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     wanted = {"kind": "model family", "signature": "Family"}
     assert type(load_code("thing_of_test_code:FAMILY", {}, {}, **wanted)).__name__ == "Family"
     with pytest.raises(CodeError, match="OTHER is an int; a model family is a Family"):
         load_code("thing_of_test_code:OTHER", {}, {}, **wanted)
-    with pytest.raises(CodeError, match="no_such_module_at_all can't be imported: ModuleNotFoundError"):
+    with pytest.raises(
+        CodeError, match="no_such_module_at_all can't be imported: ModuleNotFoundError"
+    ):
         check_code("no_such_module_at_all:X", {}, {}, **wanted)
-    assert load_code("one", {"one": "json:dumps"}, {}, **REWARD)([1]) == "[1]", "what is registered isn't looked at"
+    assert load_code("one", {"one": "json:dumps"}, {}, **REWARD)([1]) == "[1]", (
+        "what is registered isn't looked at"
+    )
 
 
 def test_a_tracker_and_a_family_of_ones_own(tmp_path):
@@ -178,7 +202,9 @@ def test_a_tracker_and_a_family_of_ones_own(tmp_path):
     config = load_config("toy-grpo-cpu", own)
     backends, files = config.runner.logger.logger_backends, config.runner.code_files
     (tmp_path / "own.py").unlink()
-    trackers = make_trackers(tmp_path, backends, project_name="p", experiment_name="e", config={}, files=files)
+    trackers = make_trackers(
+        tmp_path, backends, project_name="p", experiment_name="e", config={}, files=files
+    )
     trackers.log(3, {"reward/mean": 0.5})
     trackers.close()
     assert (tmp_path / "lines.txt").read_text() == "3 ['reward/mean']"
@@ -186,7 +212,11 @@ def test_a_tracker_and_a_family_of_ones_own(tmp_path):
     assert isinstance(family, Family) and family.model_type == "mine"
     (tmp_path / "own.py").write_text("def without_a_run(): ...\n")
     for key, name, expected in (
-        ("runner.logger.logger_backends", "without_a_run", "a tracker is called as open_tracker(run)"),
+        (
+            "runner.logger.logger_backends",
+            "without_a_run",
+            "a tracker is called as open_tracker(run)",
+        ),
         ("rollout.model.model_type", "FAMLY", "no object 'FAMLY' in"),
     ):
         with pytest.raises(ConfigError, match=f"^{key}: .*{re.escape(expected)}"):

@@ -14,6 +14,10 @@ _compose_once = cache(_compose)
 @pytest.fixture(autouse=True)
 def compose_examples_once(monkeypatch):
     def compose(path):
-        return copy.deepcopy(_compose_once(path)) if path.is_relative_to(load.EXAMPLES_DIR) else _compose(path)
+        return (
+            copy.deepcopy(_compose_once(path))
+            if path.is_relative_to(load.EXAMPLES_DIR)
+            else _compose(path)
+        )
 
     monkeypatch.setattr(load, "_compose", compose)

@@ -29,7 +29,9 @@ KNOWN = {
 
 #: Keys that loading alone decides: one value is taken, or (seq_length) it bounds the prompt, the response and the budget.
 DECIDED_BY_VALIDATION = {
-    name for name, key in config_keys().items() if isinstance(key.allowed, tuple) and len(key.allowed) == 1
+    name
+    for name, key in config_keys().items()
+    if isinstance(key.allowed, tuple) and len(key.allowed) == 1
 } | {
     "runner.seq_length",
 }
@@ -42,7 +44,9 @@ def source_outside_config() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
-@pytest.mark.parametrize("key", [f"{section}.{name}" for section, names in KNOWN.items() for name in names.split()])
+@pytest.mark.parametrize(
+    "key", [f"{section}.{name}" for section, names in KNOWN.items() for name in names.split()]
+)
 def test_known_key_paths_keep_their_place(key):
     assert key in config_keys()
 
@@ -58,8 +62,14 @@ def test_types_and_defaults():
     assert keys["runner.resume_dir"][:2] == (str | None, None)
     assert keys["runner.experiment_name"].default == MISSING
     assert keys["data.image_keys"].default == ["images"]
-    assert keys["runner.output_dir"].doc == "Runs are written to ${runner.output_dir}/${runner.experiment_name}/."
-    assert "null is off" in keys["algorithm.clip_ratio_c"].doc and "\n" not in keys["algorithm.recompute_logprobs"].doc
+    assert (
+        keys["runner.output_dir"].doc
+        == "Runs are written to ${runner.output_dir}/${runner.experiment_name}/."
+    )
+    assert (
+        "null is off" in keys["algorithm.clip_ratio_c"].doc
+        and "\n" not in keys["algorithm.recompute_logprobs"].doc
+    )
 
 
 def test_every_key_is_read():

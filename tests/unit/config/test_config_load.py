@@ -42,7 +42,8 @@ def test_the_two_examples_are_there():
 def test_name_with_suffix_and_path(tmp_path, monkeypatch):
     assert load_config(f"{TOY}.yaml") == load_config(TOY) == load_config(str(examples()[TOY]))
     write(
-        tmp_path, "runner: {experiment_name: x}\nrollout: {model: {model_path: toy}}\ndata: {train_data_paths: [toy]}"
+        tmp_path,
+        "runner: {experiment_name: x}\nrollout: {model: {model_path: toy}}\ndata: {train_data_paths: [toy]}",
     )
     monkeypatch.chdir(tmp_path)
     assert load_config("mine").runner.experiment_name == "x"
@@ -76,12 +77,21 @@ def test_overrides_of_every_kind():
             "cluster.component_placement={actor: 0-3, rollout: '4,6'}",
         ],
     )
-    assert (config.runner.seed, config.data.seed, config.runner.max_steps, config.data.shuffle) == (7, 7, 3, False)
+    assert (config.runner.seed, config.data.seed, config.runner.max_steps, config.data.shuffle) == (
+        7,
+        7,
+        3,
+        False,
+    )
     assert config.data.train_data_paths == ["hf://hiyouga/geometry3k:train", "toy"]
     assert (config.actor.optim.lr, config.actor.optim.clip_grad) == (1e-5, 2.0)
-    assert config.actor.optim.lr_warmup_steps == 5, "an override of a section is merged with the YAML's"
+    assert config.actor.optim.lr_warmup_steps == 5, (
+        "an override of a section is merged with the YAML's"
+    )
     assert config.data.system_prompt == "a, b"
-    assert config.cluster.component_placement == {"actor": "0-3", "rollout": "4,6"}, "replaced, not merged"
+    assert config.cluster.component_placement == {"actor": "0-3", "rollout": "4,6"}, (
+        "replaced, not merged"
+    )
 
 
 def test_an_override_names_a_key_within_a_mapping():
@@ -94,19 +104,28 @@ def test_an_override_names_a_key_within_a_mapping():
             "rollout.env_kwargs.new.deep=6",
         ],
     )
-    assert config.rollout.env_kwargs == {"size": 4, "make": {"a": 1, "b": {"c": 5}}, "new": {"deep": 6}}
+    assert config.rollout.env_kwargs == {
+        "size": 4,
+        "make": {"a": 1, "b": {"c": 5}},
+        "new": {"deep": 6},
+    }
 
 
 def test_a_local_file_can_be_named_in_an_override(tmp_path):
     path = tmp_path / "b.parquet"
     path.touch()
-    assert load_config(TOY, [f"data.train_data_paths=[{path}]"]).data.train_data_paths == [str(path)]
+    assert load_config(TOY, [f"data.train_data_paths=[{path}]"]).data.train_data_paths == [
+        str(path)
+    ]
 
 
 def test_placement_entry_is_dropped_by_null():
     overrides = [r"cluster.component_placement={actor\,rollout: all, actor: null}"]
     found = parse_placement(load_config(TOY, overrides).cluster.component_placement)
-    assert {component: entry.text for component, entry in found.items()} == {"actor": "all", "rollout": "all"}
+    assert {component: entry.text for component, entry in found.items()} == {
+        "actor": "all",
+        "rollout": "all",
+    }
 
 
 @pytest.mark.parametrize(
@@ -135,12 +154,24 @@ def test_placement_entry_is_dropped_by_null():
         ("actor.optim.lr=fast", ["actor.optim.lr: 'fast' is not a number"]),
         ("data.shuffle=perhaps", ["data.shuffle: 'perhaps' is not true or false"]),
         ("algorithm.clip_ratio_c=x", ["algorithm.clip_ratio_c: 'x' is not a number or null"]),
-        ("data.train_data_paths=3", ["data.train_data_paths: 3 is not a list of strings, such as [a, b]"]),
+        (
+            "data.train_data_paths=3",
+            ["data.train_data_paths: 3 is not a list of strings, such as [a, b]"],
+        ),
         ("reward.reward_type={a: 1}", ["reward.reward_type: {'a': 1} is not a string"]),
-        ("cluster.component_placement=[0, 1]", ["cluster.component_placement: [0, 1] is not a mapping"]),
-        ("runner.seed=${data.sead}", ["runner.seed: Interpolation key 'data.sead' not found", "'data.seed'"]),
+        (
+            "cluster.component_placement=[0, 1]",
+            ["cluster.component_placement: [0, 1] is not a mapping"],
+        ),
+        (
+            "runner.seed=${data.sead}",
+            ["runner.seed: Interpolation key 'data.sead' not found", "'data.seed'"],
+        ),
         ("runner.seed=${data.prompt_key}", ["runner.seed: ", "'problem'"]),
-        ("runner.experiment_name=???", ["runner.experiment_name: must be given", "Name of the run's folder"]),
+        (
+            "runner.experiment_name=???",
+            ["runner.experiment_name: must be given", "Name of the run's folder"],
+        ),
     ],
 )
 def test_override_mistakes(override, expected):
@@ -186,31 +217,52 @@ def test_an_empty_section_is_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [("true", "true"), ("false", "false"), ("'true'", "true"), ("True", "true"), ("auto", "auto")]
+    ("given", "kept"),
+    [("true", "true"), ("false", "false"), ("'true'", "true"), ("True", "true"), ("auto", "auto")],
 )
 def test_recompute_logprobs_takes_booleans_and_words(tmp_path, given, kept):
     plain = "algorithm.importance_sampling_fix=false"
-    assert load_config(TOY, [f"algorithm.recompute_logprobs={given}", plain]).algorithm.recompute_logprobs == kept
-    (tmp_path / "mine.yaml").write_text(f"defaults: [{TOY}, _self_]\nalgorithm: {{recompute_logprobs: {given}}}")
+    assert (
+        load_config(
+            TOY, [f"algorithm.recompute_logprobs={given}", plain]
+        ).algorithm.recompute_logprobs
+        == kept
+    )
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [{TOY}, _self_]\nalgorithm: {{recompute_logprobs: {given}}}"
+    )
     assert load_config(str(tmp_path / "mine.yaml"), [plain]).algorithm.recompute_logprobs == kept
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("k2", "k2"), ("abs", "abs")]
+    ("given", "kept"),
+    [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("k2", "k2"), ("abs", "abs")],
 )
 def test_kl_names(given, kept):
-    assert load_config(TOY, [f"algorithm.kl_penalty_type={given}"]).algorithm.kl_penalty_type == kept
+    assert (
+        load_config(TOY, [f"algorithm.kl_penalty_type={given}"]).algorithm.kl_penalty_type == kept
+    )
 
 
 def test_null_max_new_tokens_is_what_is_left():
-    nulls = [f"algorithm.{name}.max_new_tokens=null" for name in ("sampling_params", "val_sampling_params")]
-    algorithm = load_config(TOY, [*nulls, "runner.seq_length=100", "data.max_prompt_length=64"]).algorithm
-    assert algorithm.sampling_params.max_new_tokens == algorithm.val_sampling_params.max_new_tokens == 36
+    nulls = [
+        f"algorithm.{name}.max_new_tokens=null"
+        for name in ("sampling_params", "val_sampling_params")
+    ]
+    algorithm = load_config(
+        TOY, [*nulls, "runner.seq_length=100", "data.max_prompt_length=64"]
+    ).algorithm
+    assert (
+        algorithm.sampling_params.max_new_tokens
+        == algorithm.val_sampling_params.max_new_tokens
+        == 36
+    )
 
 
 def test_saved_config_is_read_back(tmp_path):
     config = load_config(
-        TOY, ["data.seed=${runner.seed}", "algorithm.clip_ratio_c=3", "data.prompt_suffix='\\boxed{}'"]
+        TOY,
+        ["data.seed=${runner.seed}", "algorithm.clip_ratio_c=3", "data.prompt_suffix='\\boxed{}'"],
     )
     save_config(config, tmp_path / "run" / "config.yaml")
     assert "${" not in (tmp_path / "run" / "config.yaml").read_text()

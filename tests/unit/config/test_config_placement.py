@@ -13,7 +13,9 @@ APART = {"actor": "0-3", "rollout": "4-7"}
 def asking(placement, tp=1, context=1, **cluster):
     config = Config()
     config.rollout.rollout_backend = "sglang"
-    config.cluster.component_placement = {"actor,rollout": placement} if isinstance(placement, str) else placement
+    config.cluster.component_placement = (
+        {"actor,rollout": placement} if isinstance(placement, str) else placement
+    )
     config.rollout.tensor_parallel_size, config.actor.context_parallel_size = tp, context
     for key, value in cluster.items():
         setattr(config.cluster, key, value)
@@ -54,7 +56,12 @@ def test_slots(placement, n_slots, actor, rollout):
         ("disaggregated", (2, 4), (0, 1), (2, 3, 4, 5)),
         ("disaggregated", (1, 1, 1), (0,), (1, 2)),
         ({"actor": "nodes 0-1", "rollout": "nodes 2"}, (2, 1, 3), (0, 1, 2), (3, 4, 5)),
-        ({"actor": "nodes all slots 0-1", "rollout": "nodes all slots 2"}, (3, 3), (0, 1, 3, 4), (2, 5)),
+        (
+            {"actor": "nodes all slots 0-1", "rollout": "nodes all slots 2"},
+            (3, 3),
+            (0, 1, 3, 4),
+            (2, 5),
+        ),
         ({"actor": "nodes 0", "rollout": "nodes all"}, (2, 2), (0, 1), (0, 1, 2, 3)),
         ({"actor": "nodes 1,0", "rollout": "4-5"}, (2, 2, 2), (0, 1, 2, 3), (4, 5)),
     ],
@@ -82,7 +89,9 @@ def test_engines_by_size(rollout, nodes, tp, engines):
     assert list(placed_on(nodes, {"actor": actor, "rollout": rollout}, tp).engines) == engines
 
 
-@pytest.mark.parametrize(("tp", "context", "actor", "engines"), [(2, 2, 2, 2), (4, 1, 2, 1), (1, 3, 3, 3)])
+@pytest.mark.parametrize(
+    ("tp", "context", "actor", "engines"), [(2, 2, 2, 2), (4, 1, 2, 1), (1, 3, 3, 3)]
+)
 def test_halves_come_out_even(tp, context, actor, engines):
     placed = placed_on(6, "single_node_split", tp, context)
     assert (len(placed.actor), len(placed.engines)) == (actor, engines)
@@ -93,25 +102,69 @@ def test_halves_come_out_even(tp, context, actor, engines):
     ("placement", "nodes", "expected"),
     [
         ({"actor,rollout": "all"}, 0, "the cluster has none"),
-        ({"actor": "0-1", "rollout": 0}, 0, "the cluster has none of cluster.device; set that to cpu"),
-        ({"actor": 0, "rolout": 1}, 2, "unknown component 'rolout'; components are actor and rollout; did you mean"),
+        (
+            {"actor": "0-1", "rollout": 0},
+            0,
+            "the cluster has none of cluster.device; set that to cpu",
+        ),
+        (
+            {"actor": 0, "rolout": 1},
+            2,
+            "unknown component 'rolout'; components are actor and rollout; did you mean",
+        ),
         ({"actor": 0}, 2, "no place for 'rollout'"),
-        ({"actor,rollout": "all", "actor": 0}, 2, "'actor' is placed twice, by 'actor,rollout' and by 'actor'"),
-        ({"actor,rollout": "0-2"}, 2, "'actor' wants slot 2, but the cluster has 2, numbered 0 to 1"),
-        (APART, (3, 2), "wants slot 7, but the cluster has 2 nodes: node 0 with slots 0-2, node 1 with slots 3-4"),
-        ({"actor": 0, "rollout": 700}, (8,) * 64, "the cluster has 64 nodes of 8 slots each, numbered 0 to 511"),
+        (
+            {"actor,rollout": "all", "actor": 0},
+            2,
+            "'actor' is placed twice, by 'actor,rollout' and by 'actor'",
+        ),
+        (
+            {"actor,rollout": "0-2"},
+            2,
+            "'actor' wants slot 2, but the cluster has 2, numbered 0 to 1",
+        ),
+        (
+            APART,
+            (3, 2),
+            "wants slot 7, but the cluster has 2 nodes: node 0 with slots 0-2, node 1 with slots 3-4",
+        ),
+        (
+            {"actor": 0, "rollout": 700},
+            (8,) * 64,
+            "the cluster has 64 nodes of 8 slots each, numbered 0 to 511",
+        ),
         (
             {"actor": "nodes 0", "rollout": "nodes 1-2"},
             (2, 2),
             "'rollout' wants node 2, numbered from 0, but the cluster",
         ),
-        ({"actor": "nodes 0 slots 0-2", "rollout": "nodes 1"}, (2, 2), "'actor' wants slot 2 of node 0, which has 2"),
+        (
+            {"actor": "nodes 0 slots 0-2", "rollout": "nodes 1"},
+            (2, 2),
+            "'actor' wants slot 2 of node 0, which has 2",
+        ),
         ({"actor": "0", "rollout": "1-4:0"}, (3, 3), "engine 0 (slots 1-4) would span nodes 0-1"),
         ({"actor": "0", "rollout": "1-3:0-1"}, 4, "2 engines can't share 3 slots (1-3) evenly"),
-        ({"actor": "0", "rollout": "1-2:0,3:2"}, 4, "'2' behind ':' numbers engines; they count on from 1"),
-        ({"actor": "0-1:0", "rollout": "2"}, 4, "'actor: 0-1:0' shares slots out; each actor rank has one"),
-        ({"actor": "disaggregated", "rollout": "2"}, 4, "gives a mode to one component; a mode places both"),
-        ("single_node_split", (2, 2), "single_node_split is for one node, and the cluster has 2 nodes"),
+        (
+            {"actor": "0", "rollout": "1-2:0,3:2"},
+            4,
+            "'2' behind ':' numbers engines; they count on from 1",
+        ),
+        (
+            {"actor": "0-1:0", "rollout": "2"},
+            4,
+            "'actor: 0-1:0' shares slots out; each actor rank has one",
+        ),
+        (
+            {"actor": "disaggregated", "rollout": "2"},
+            4,
+            "gives a mode to one component; a mode places both",
+        ),
+        (
+            "single_node_split",
+            (2, 2),
+            "single_node_split is for one node, and the cluster has 2 nodes",
+        ),
         ("disaggregated", 1, "disaggregated finds no halves: the cluster has 1"),
         ({"actor,rollout": "3-0"}, 9, "'actor,rollout: 3-0' isn't all, a slot, or ranges"),
         ({"actor,rollout": "some"}, 9, "isn't all, a slot, or ranges"),
@@ -135,9 +188,17 @@ def test_refusals(placement, nodes, expected):
 @pytest.mark.parametrize(
     ("placement", "nodes", "expected"),
     [
-        ("0-1", 2, "2 needs slots of its own, but cluster.component_placement puts actor and engine 0 (slots 0-1)"),
+        (
+            "0-1",
+            2,
+            "2 needs slots of its own, but cluster.component_placement puts actor and engine 0 (slots 0-1)",
+        ),
         ({"actor": 3, "rollout": "0-2"}, 4, "2 does not divide the 3 slots of rollout in"),
-        ({"actor": 0, "rollout": "1-4"}, (2, 3), "2 does not divide the 1 slots of rollout on node 0 in"),
+        (
+            {"actor": 0, "rollout": "1-4"},
+            (2, 3),
+            "2 does not divide the 1 slots of rollout on node 0 in",
+        ),
     ],
 )
 def test_engines_that_can_not_be_placed(placement, nodes, expected):
@@ -149,26 +210,34 @@ def test_engines_that_can_not_be_placed(placement, nodes, expected):
 def test_torch_engines_have_one_slot():
     config = asking({"actor": "0", "rollout": "1-2:0"})
     config.rollout.rollout_backend = "torch"
-    with pytest.raises(ConfigError, match="an engine with slots 1-2, but rollout.rollout_backend is torch"):
+    with pytest.raises(
+        ConfigError, match="an engine with slots 1-2, but rollout.rollout_backend is torch"
+    ):
         placement_of(config, (3,))
 
 
 def test_ranks_that_share_rows_come_out_even():
     assert placed_on(4, {"actor": "0-3", "rollout": 0}, context=2).actor == (0, 1, 2, 3)
-    with pytest.raises(ConfigError, match=r"actor\.context_parallel_size: 2 does not divide the 3 slots of actor"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.context_parallel_size: 2 does not divide the 3 slots of actor"
+    ):
         placed_on(4, {"actor": "0-2", "rollout": 0}, context=2)
 
 
 def test_elastic_engines_need_slots_of_their_own():
     with pytest.raises(
-        ConfigError, match="puts actor and rollout on the same slots.* cluster.component_placement=disagg"
+        ConfigError,
+        match="puts actor and rollout on the same slots.* cluster.component_placement=disagg",
     ):
         check_placement(asking("all", elastic_rollout=True))
     config = asking({"actor": "nodes 0", "rollout": "0-1"}, elastic_rollout=True)
     check_placement(config)  # which slots node 0 has, only the cluster tells
     with pytest.raises(ConfigError, match="puts actor and rollout on the same slots"):
         placement_of(config, (2, 2))
-    assert placement_of(asking("disaggregated", elastic_rollout=True), (2, 2)).engines == ((2,), (3,))
+    assert placement_of(asking("disaggregated", elastic_rollout=True), (2, 2)).engines == (
+        (2,),
+        (3,),
+    )
 
 
 def test_the_map_says_who_sits_where():

@@ -9,8 +9,14 @@ from rlinf_vl.config import config_keys, load_config
 from rlinf_vl.config.schema import Limit
 from rlinf_vl.errors import ConfigError
 
-CHOICES = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, tuple) and key.allowed}
-LIMITS = {name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, Limit)}
+CHOICES = {
+    name: key.allowed
+    for name, key in config_keys().items()
+    if isinstance(key.allowed, tuple) and key.allowed
+}
+LIMITS = {
+    name: key.allowed for name, key in config_keys().items() if isinstance(key.allowed, Limit)
+}
 MAY_BE_INFINITE = {
     "actor.optim.clip_grad", "algorithm.importance_sampling_clip", "algorithm.rejection.high", "runner.trajectories.max_gb",
 }  # fmt: skip
@@ -39,7 +45,10 @@ RULES = [
         ["algorithm.sampling_params.temperature=0"],
         ["algorithm.sampling_params.temperature: 0 must be > 0", "greedy groups have no spread"],
     ),
-    (["runner.weight_sync_interval=4"], ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"]),
+    (
+        ["runner.weight_sync_interval=4"],
+        ["runner.weight_sync_interval: 4", "runner.mismatch_check_interval=-1"],
+    ),
     (
         ["runner.schedule=async"],
         ["runner.schedule: async", "take turns", "{actor: 0, rollout: 1}", "runner.schedule=sync"],
@@ -53,21 +62,43 @@ RULES = [
         ],
         ["runner.weight_sync_interval: 2 exceeds runner.max_staleness=1", "raise max_staleness"],
     ),
-    (["actor.context_parallel_size=3"], ["actor.context_parallel_size: 3", "does not divide the 2 slots of actor"]),
-    (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
-    (["rollout.sglang.server_args={disable_radix_cache: true}"], ["rollout.sglang.server_args", "SGLang"]),
     (
-        ["rollout.rollout_backend=sglang", "rollout.sglang.server_args={rl_on_policy_target: fsdp}"],
-        ["rollout.sglang.server_args", "rl_on_policy_target='fsdp'", "M-RoPE", "rollout.deterministic"],
+        ["actor.context_parallel_size=3"],
+        ["actor.context_parallel_size: 3", "does not divide the 2 slots of actor"],
+    ),
+    (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
+    (
+        ["rollout.sglang.server_args={disable_radix_cache: true}"],
+        ["rollout.sglang.server_args", "SGLang"],
+    ),
+    (
+        [
+            "rollout.rollout_backend=sglang",
+            "rollout.sglang.server_args={rl_on_policy_target: fsdp}",
+        ],
+        [
+            "rollout.sglang.server_args",
+            "rl_on_policy_target='fsdp'",
+            "M-RoPE",
+            "rollout.deterministic",
+        ],
     ),
     (["actor.enable_offload=true"], ["actor.enable_offload", "cluster.device=cpu"]),
     (["rollout.deterministic=true"], ["rollout.deterministic", "SGLang"]),
     (
         ["rollout.weight_sync=brodcast"],
-        ["rollout.weight_sync", "'brodcast'", "auto, delta, object_store, broadcast, shared_memory", "'broadcast'?"],
+        [
+            "rollout.weight_sync",
+            "'brodcast'",
+            "auto, delta, object_store, broadcast, shared_memory",
+            "'broadcast'?",
+        ],
     ),
     (["rollout.rollout_backend=sglag"], ["rollout.rollout_backend", "'sglag'", "torch, sglang"]),
-    (["rollout.thinking.mode=of"], ["rollout.thinking.mode: 'of' is unknown; allowed: auto, on, off"]),
+    (
+        ["rollout.thinking.mode=of"],
+        ["rollout.thinking.mode: 'of' is unknown; allowed: auto, on, off"],
+    ),
     (
         ["rollout.thinking={mode: off, budget: 8}"],
         ["rollout.thinking.budget: 8 with rollout.thinking.mode=off", "null"],
@@ -81,16 +112,42 @@ RULES = [
             "raise max_new_tokens",
         ],
     ),
-    (["runner.max_tokens_per_mbs=535"], ["runner.seq_length=536", "runner.max_tokens_per_mbs=535", "raise"]),
-    ([STATIC, "actor.micro_batch_size=8"], ["actor.micro_batch_size=8", "runner.seq_length=536", "=4096", "lower"]),
-    (["data.max_prompt_length=536"], ["data.max_prompt_length=536", "runner.seq_length=536", "lower it"]),
-    (["algorithm.sampling_params.max_new_tokens=25"], ["algorithm.sampling_params.max_new_tokens=25", "=512", "=536"]),
-    (["algorithm.val_sampling_params.max_new_tokens=25"], ["algorithm.val_sampling_params.max_new_tokens=25", "null"]),
-    (["algorithm.sampling_params.max_new_tokens=0"], ["algorithm.sampling_params.max_new_tokens: 0", "at least 1"]),
-    (["algorithm.group_size=1"], ["algorithm.group_size: 1", "algorithm.adv_type=grpo", "zero", "at least 2"]),
+    (
+        ["runner.max_tokens_per_mbs=535"],
+        ["runner.seq_length=536", "runner.max_tokens_per_mbs=535", "raise"],
+    ),
+    (
+        [STATIC, "actor.micro_batch_size=8"],
+        ["actor.micro_batch_size=8", "runner.seq_length=536", "=4096", "lower"],
+    ),
+    (
+        ["data.max_prompt_length=536"],
+        ["data.max_prompt_length=536", "runner.seq_length=536", "lower it"],
+    ),
+    (
+        ["algorithm.sampling_params.max_new_tokens=25"],
+        ["algorithm.sampling_params.max_new_tokens=25", "=512", "=536"],
+    ),
+    (
+        ["algorithm.val_sampling_params.max_new_tokens=25"],
+        ["algorithm.val_sampling_params.max_new_tokens=25", "null"],
+    ),
+    (
+        ["algorithm.sampling_params.max_new_tokens=0"],
+        ["algorithm.sampling_params.max_new_tokens: 0", "at least 1"],
+    ),
+    (
+        ["algorithm.group_size=1"],
+        ["algorithm.group_size: 1", "algorithm.adv_type=grpo", "zero", "at least 2"],
+    ),
     (
         ["algorithm.kl_beta=0.01", "algorithm.kl_penalty_type=kl"],
-        ["algorithm.kl_penalty_type: k1 (kl)", "gradient of exactly zero", "algorithm.kl_beta=0.01", "use k2 or k3"],
+        [
+            "algorithm.kl_penalty_type: k1 (kl)",
+            "gradient of exactly zero",
+            "algorithm.kl_beta=0.01",
+            "use k2 or k3",
+        ],
     ),
     (
         ["algorithm.kl_placement=reward"],
@@ -98,19 +155,33 @@ RULES = [
     ),
     (
         ["algorithm.loss_type=sapo", "algorithm.clip_ratio_low=0.2"],
-        ["algorithm.clip_ratio_low: 0.2 clips nothing with algorithm.loss_type=sapo", "leave it null"],
+        [
+            "algorithm.clip_ratio_low: 0.2 clips nothing with algorithm.loss_type=sapo",
+            "leave it null",
+        ],
     ),
     (
         ["algorithm.loss_type=cispo", "algorithm.clip_ratio_c=3"],
         ["algorithm.clip_ratio_c: 3 clips nothing with algorithm.loss_type=cispo"],
     ),
-    (["algorithm.overlong.buffer=24"], ["algorithm.overlong.buffer: 24", "max_new_tokens=24", "lower it"]),
     (
-        ["algorithm.overlong.filter=true", "algorithm.kl_placement=reward", "algorithm.kl_beta=0.1"],
+        ["algorithm.overlong.buffer=24"],
+        ["algorithm.overlong.buffer: 24", "max_new_tokens=24", "lower it"],
+    ),
+    (
+        [
+            "algorithm.overlong.filter=true",
+            "algorithm.kl_placement=reward",
+            "algorithm.kl_beta=0.1",
+        ],
         ["algorithm.overlong.filter: true with algorithm.kl_placement=reward"],
     ),
     (
-        ["algorithm.dynamic_sampling.enable=true", "algorithm.group_size=1", "algorithm.adv_type=reinforce_plus_plus"],
+        [
+            "algorithm.dynamic_sampling.enable=true",
+            "algorithm.group_size=1",
+            "algorithm.adv_type=reinforce_plus_plus",
+        ],
         ["algorithm.dynamic_sampling.enable: true with algorithm.group_size=1", "ties with itself"],
     ),
     (
@@ -119,66 +190,152 @@ RULES = [
             "rollout.max_turns=2",
             "algorithm.adv_type=reinforce_plus_plus_baseline",
         ],
-        ["algorithm.state_advantage_weight: 1", "algorithm.adv_type=reinforce_plus_plus_baseline", "use grpo, dr_grpo"],
+        [
+            "algorithm.state_advantage_weight: 1",
+            "algorithm.adv_type=reinforce_plus_plus_baseline",
+            "use grpo, dr_grpo",
+        ],
     ),
-    (["algorithm.dynamic_sampling.max_rounds=0"], ["algorithm.dynamic_sampling.max_rounds: 0 must be at least 1"]),
+    (
+        ["algorithm.dynamic_sampling.max_rounds=0"],
+        ["algorithm.dynamic_sampling.max_rounds: 0 must be at least 1"],
+    ),
     (["algorithm.tau_pos=0"], ["algorithm.tau_pos: 0.0 must be > 0"]),
-    (["algorithm.loss_type=sapoo"], ["algorithm.loss_type: 'sapoo' is unknown", "path/to/file.py", "'sapo'?"]),
-    (["algorithm.adv_type=/no/such.py:mine"], ["algorithm.adv_type: '/no/such.py:mine': no file '/no/such.py'"]),
-    (["algorithm.n_minibatches=3"], ["data.rollout_batch_size=16", "algorithm.n_minibatches=3", "change one"]),
-    (["rollout.max_running_requests=7"], ["rollout.max_running_requests=7", "algorithm.group_size=8", "raise it"]),
-    ([NO_LOGPROBS], ["algorithm.importance_sampling_fix: true", "rollout.return_logprobs is false", "set it true"]),
-    ([FROM_ENGINE], ["importance_sampling_fix: true", "recompute_logprobs=false", "weight would be 1", "auto"]),
-    ([NO_TIS, FROM_ENGINE, NO_LOGPROBS], ["algorithm.recompute_logprobs: false", "rollout.return_logprobs is false"]),
-    (["algorithm.sampling_params.top_p=0.9"], ["sampling_params.top_p: 0.9", "truncated", "trainer's", "top_p=1"]),
+    (
+        ["algorithm.loss_type=sapoo"],
+        ["algorithm.loss_type: 'sapoo' is unknown", "path/to/file.py", "'sapo'?"],
+    ),
+    (
+        ["algorithm.adv_type=/no/such.py:mine"],
+        ["algorithm.adv_type: '/no/such.py:mine': no file '/no/such.py'"],
+    ),
+    (
+        ["algorithm.n_minibatches=3"],
+        ["data.rollout_batch_size=16", "algorithm.n_minibatches=3", "change one"],
+    ),
+    (
+        ["rollout.max_running_requests=7"],
+        ["rollout.max_running_requests=7", "algorithm.group_size=8", "raise it"],
+    ),
+    (
+        [NO_LOGPROBS],
+        [
+            "algorithm.importance_sampling_fix: true",
+            "rollout.return_logprobs is false",
+            "set it true",
+        ],
+    ),
+    (
+        [FROM_ENGINE],
+        ["importance_sampling_fix: true", "recompute_logprobs=false", "weight would be 1", "auto"],
+    ),
+    (
+        [NO_TIS, FROM_ENGINE, NO_LOGPROBS],
+        ["algorithm.recompute_logprobs: false", "rollout.return_logprobs is false"],
+    ),
+    (
+        ["algorithm.sampling_params.top_p=0.9"],
+        ["sampling_params.top_p: 0.9", "truncated", "trainer's", "top_p=1"],
+    ),
     (["algorithm.sampling_params.top_k=20"], ["sampling_params.top_k: 20", "truncated", "top_k=0"]),
     (
         [NO_TIS, FROM_ENGINE, "algorithm.sampling_params.top_p=0.9"],
-        ["sampling_params.top_p: 0.9", "algorithm.recompute_logprobs=false", "set recompute_logprobs=auto"],
+        [
+            "sampling_params.top_p: 0.9",
+            "algorithm.recompute_logprobs=false",
+            "set recompute_logprobs=auto",
+        ],
     ),
-    ([NO_TIS, FROM_ENGINE, "algorithm.sampling_params.top_k=2"], ["sampling_params.top_k: 2", "recompute_logprobs"]),
-    ([LORA, "actor.model.freeze_vision_tower=false"], ["freeze_vision_tower: false", "only adapters are trained"]),
-    ([LORA, "actor.model.freeze_projector=false"], ["actor.model.freeze_projector: false", "leave it out"]),
-    ([LORA, "actor.model.freeze_language_model=true"], ["actor.model.freeze_language_model: true", "target_modules"]),
-    ([LORA, "actor.model.lora.target_modules=[]"], ["actor.model.lora.target_modules: empty", "all-linear"]),
+    (
+        [NO_TIS, FROM_ENGINE, "algorithm.sampling_params.top_k=2"],
+        ["sampling_params.top_k: 2", "recompute_logprobs"],
+    ),
+    (
+        [LORA, "actor.model.freeze_vision_tower=false"],
+        ["freeze_vision_tower: false", "only adapters are trained"],
+    ),
+    (
+        [LORA, "actor.model.freeze_projector=false"],
+        ["actor.model.freeze_projector: false", "leave it out"],
+    ),
+    (
+        [LORA, "actor.model.freeze_language_model=true"],
+        ["actor.model.freeze_language_model: true", "target_modules"],
+    ),
+    (
+        [LORA, "actor.model.lora.target_modules=[]"],
+        ["actor.model.lora.target_modules: empty", "all-linear"],
+    ),
     (
         [LORA, "actor.model.lora.target_modules=['*_proj']"],
         ["target_modules: '*_proj' is no regular expression", ".*q"],
     ),
-    ([LORA, NF4, "actor.model.lora.sync=adapters"], ["lora.quantization: nf4", "lora.sync=adapters", "set merged"]),
+    (
+        [LORA, NF4, "actor.model.lora.sync=adapters"],
+        ["lora.quantization: nf4", "lora.sync=adapters", "set merged"],
+    ),
     (
         [LORA, NF4, "actor.model.lora.save_lora_only=false"],
         ["quantization: nf4", "save_lora_only=false", "set it true"],
     ),
     (
         [LORA, NF4, "actor.fsdp_config.cpu_offload=true", "cluster.device=cuda"],
-        ["lora.quantization: nf4", "cpu_offload=true", "FSDP2 does not move", "set cpu_offload=false"],
+        [
+            "lora.quantization: nf4",
+            "cpu_offload=true",
+            "FSDP2 does not move",
+            "set cpu_offload=false",
+        ],
     ),
     (
         [LORA, "actor.model.lora.sync=adapters", "rollout.rollout_backend=sglang"],
         ["actor.model.lora.sync: adapters", "no weight sync reaches them", "merged"],
     ),
-    ([LORA, REENTRANT], ["gradient_checkpointing_use_reentrant: true", "embeddings", "set it false"]),
+    (
+        [LORA, REENTRANT],
+        ["gradient_checkpointing_use_reentrant: true", "embeddings", "set it false"],
+    ),
     ([LORA, "actor.model.lora.rank=0"], ["actor.model.lora.rank: 0 must be at least 1"]),
     (
         ["actor.model.router_aux_loss_coef=0.01"],
         ["router_aux_loss_coef: 0.01", "freeze_router leaves", "freeze_router=false"],
     ),
-    (["actor.routing_replay=r3"], ["actor.routing_replay: 'r3' is unknown; allowed: off, record, replay"]),
-    (["actor.fsdp_config.cpu_offload=true"], ["cpu_offload: true", "cluster.device=cpu", "set it false"]),
-    (["actor.fsdp_config.mixed_precision.param_dtype=fp16"], ["param_dtype: fp16", "loss scaler", "use bf16"]),
-    (["reward.reward_min_val=1"], ["reward.reward_max_val=1.0", "reward.reward_min_val=1.0", "exceed"]),
+    (
+        ["actor.routing_replay=r3"],
+        ["actor.routing_replay: 'r3' is unknown; allowed: off, record, replay"],
+    ),
+    (
+        ["actor.fsdp_config.cpu_offload=true"],
+        ["cpu_offload: true", "cluster.device=cpu", "set it false"],
+    ),
+    (
+        ["actor.fsdp_config.mixed_precision.param_dtype=fp16"],
+        ["param_dtype: fp16", "loss scaler", "use bf16"],
+    ),
+    (
+        ["reward.reward_min_val=1"],
+        ["reward.reward_max_val=1.0", "reward.reward_min_val=1.0", "exceed"],
+    ),
     (
         ["data.image_min_pixels=9", "data.image_max_pixels=4"],
         ["data.image_min_pixels=9", "data.image_max_pixels=4", "lower it"],
     ),
     (["data.image_keys=[a,b,a]"], ["data.image_keys: a named twice", "['a', 'b', 'a']"]),
     (["data.train_data_paths=[]"], ["data.train_data_paths: empty", "hf://"]),
-    (["data.train_data_paths=[/no/such.parquet]"], ["data.train_data_paths: no file '/no/such.parquet'"]),
-    (["data.val_data_paths=[toy,/no/such.parquet]"], ["data.val_data_paths: no file '/no/such.parquet'"]),
+    (
+        ["data.train_data_paths=[/no/such.parquet]"],
+        ["data.train_data_paths: no file '/no/such.parquet'"],
+    ),
+    (
+        ["data.val_data_paths=[toy,/no/such.parquet]"],
+        ["data.val_data_paths: no file '/no/such.parquet'"],
+    ),
     (["runner.resume_dir=/no/such"], ["runner.resume_dir: no folder '/no/such'", "auto or null"]),
     (["runner.output_dir=s3://a/b"], ["runner.output_dir: 's3://a/b'", "runner.checkpoint_dir"]),
-    (["runner.keep_best=1", "runner.save_interval=-1"], ["runner.keep_best: 1", "runner.save_interval -1"]),
+    (
+        ["runner.keep_best=1", "runner.save_interval=-1"],
+        ["runner.keep_best: 1", "runner.save_interval -1"],
+    ),
     (
         ["runner.keep_best=1", "runner.save_interval=15", "runner.val_check_interval=10"],
         ["runner.keep_best", "multiple"],
@@ -186,14 +343,28 @@ RULES = [
     (["runner.experiment_name=a/b"], ["runner.experiment_name: 'a/b'", "runner.output_dir"]),
     (["runner.experiment_name='..'"], ["runner.experiment_name: '..'"]),
     (["runner.experiment_name="], ["runner.experiment_name: ''"]),
-    (["cluster.num_nodes=2", "cluster.ray_address=null"], ["cluster.num_nodes: 2", "cluster.ray_address=auto"]),
-    (["cluster.component_placement={actor: 0, rolout: 1}"], ["cluster.component_placement", "did you mean 'rollout'?"]),
-    (["cluster.component_placement={actor: 0}"], ["cluster.component_placement", "no place for 'rollout'"]),
-    (["runner.logger.logger_backends=[tensorbord]"], ["'tensorbord' is unknown", "did you mean 'tensorboard'?"]),
+    (
+        ["cluster.num_nodes=2", "cluster.ray_address=null"],
+        ["cluster.num_nodes: 2", "cluster.ray_address=auto"],
+    ),
+    (
+        ["cluster.component_placement={actor: 0, rolout: 1}"],
+        ["cluster.component_placement", "did you mean 'rollout'?"],
+    ),
+    (
+        ["cluster.component_placement={actor: 0}"],
+        ["cluster.component_placement", "no place for 'rollout'"],
+    ),
+    (
+        ["runner.logger.logger_backends=[tensorbord]"],
+        ["'tensorbord' is unknown", "did you mean 'tensorboard'?"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "expected"), RULES, ids=[",".join(overrides) for overrides, _ in RULES])
+@pytest.mark.parametrize(
+    ("overrides", "expected"), RULES, ids=[",".join(overrides) for overrides, _ in RULES]
+)
 def test_rule(overrides, expected):
     (problem,) = problems(*overrides)
     for text in expected:
@@ -212,7 +383,12 @@ def beyond(key: str) -> str:
     must = LIMITS[key].must
     if must.startswith(("be > 0", "be at least 1", "be -1", "lie in (0, 1]")):
         return "0"
-    beyond = {"be >= 0": "-1", "be at least 0, or -1 for all": "-2", "lie in [0, 1]": "1.1", "lie in [0, 1)": "1"}
+    beyond = {
+        "be >= 0": "-1",
+        "be at least 0, or -1 for all": "-2",
+        "lie in [0, 1]": "1.1",
+        "lie in [0, 1)": "1",
+    }
     return (beyond | {"lie in [0, 2^63)": str(2**63)}).get(must, "1")
 
 
@@ -223,25 +399,40 @@ def test_number_beyond_its_limit(key):
     assert any(p.startswith(f"{key}: ") and f"must {LIMITS[key].must}" in p for p in found), found
 
 
-@pytest.mark.parametrize("key", [key for key, (kind, *_) in config_keys().items() if kind in (float, float | None)])
+@pytest.mark.parametrize(
+    "key", [key for key, (kind, *_) in config_keys().items() if kind in (float, float | None)]
+)
 def test_nan_is_no_number_and_few_may_be_infinite(key):
     assert f"{key}: nan must be a finite number" in problems(f"{key}=nan")
-    assert (f"{key}: inf must be a finite number" in problems(f"{key}=inf")) == (key not in MAY_BE_INFINITE)
+    assert (f"{key}: inf must be a finite number" in problems(f"{key}=inf")) == (
+        key not in MAY_BE_INFINITE
+    )
 
 
 def test_every_number_has_a_limit_or_needs_none():
     free = {"algorithm.entropy_bonus", "reward.reward_max_val", "reward.reward_min_val"}
-    numbers = {key for key, (kind, *_) in config_keys().items() if kind in (int, float, int | None, float | None)}
+    numbers = {
+        key
+        for key, (kind, *_) in config_keys().items()
+        if kind in (int, float, int | None, float | None)
+    }
     assert numbers - LIMITS.keys() == free
 
 
 def test_every_problem_is_reported():
-    wrong = ("actor.optim.lr=-1", "algorithm.adv_type=gae", "algorithm.group_size=1", "algorithm.kl_beta=-1")
+    wrong = (
+        "actor.optim.lr=-1",
+        "algorithm.adv_type=gae",
+        "algorithm.group_size=1",
+        "algorithm.kl_beta=-1",
+    )
     assert len(problems(*wrong)) == 4
 
 
 def test_a_zero_does_not_break_the_rules_beside_it():
-    assert problems("algorithm.n_minibatches=0") == ("algorithm.n_minibatches: 0 must be at least 1",)
+    assert problems("algorithm.n_minibatches=0") == (
+        "algorithm.n_minibatches: 0 must be at least 1",
+    )
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -264,7 +455,12 @@ def test_wandb_must_be_installed(monkeypatch, installed):
         ["actor.optim.lr_scheduler=cosine", "actor.optim.min_lr_ratio=0.1"],
         ["cluster.num_nodes=2", "cluster.ray_address=auto"],
         ["data.image_min_pixels=4", "data.image_max_pixels=4", "data.image_keys=[]"],
-        ["runner.max_steps=-1", "runner.keep_last=-1", "runner.val_check_interval=-1", "data.val_data_paths=[]"],
+        [
+            "runner.max_steps=-1",
+            "runner.keep_last=-1",
+            "runner.val_check_interval=-1",
+            "data.val_data_paths=[]",
+        ],
         ["algorithm.clip_ratio_c=3", "reward.reward_min_val=-1"],
     ],
     ids=",".join,

@@ -156,17 +156,29 @@ def test_settings_keep_their_meaning(tmp_path, system):
 
 def test_a_converted_accuracy_reward_says_that_only_boxed_answers_are_paid(tmp_path):
     text = render(
-        made_of(tmp_path, TRL.replace("[accuracy_reward]", "[think_format_reward, accuracy_reward]"), "train.py"),
+        made_of(
+            tmp_path,
+            TRL.replace("[accuracy_reward]", "[think_format_reward, accuracy_reward]"),
+            "train.py",
+        ),
         "train.py",
     )
     (line,) = [line for line in text.splitlines() if "function: math" in line]
-    assert "math pays an answer in \\boxed{} only" in text and "accuracy_reward reads others" in text, line
-    made = made_of(tmp_path, TRL.replace("[accuracy_reward]", "[get_soft_overlong_punishment]"), "train.py")
+    assert (
+        "math pays an answer in \\boxed{} only" in text and "accuracy_reward reads others" in text
+    ), line
+    made = made_of(
+        tmp_path, TRL.replace("[accuracy_reward]", "[get_soft_overlong_punishment]"), "train.py"
+    )
     assert "boxed" not in render(made, "train.py")
 
 
 def test_every_key_has_an_outcome_and_is_named_in_what_is_written(tmp_path):
-    made = made_of(tmp_path, VERL.replace("$@", "nobody.knows=1 actor_rollout_ref.actor.ppo_epochs=2 $@"), "run.sh")
+    made = made_of(
+        tmp_path,
+        VERL.replace("$@", "nobody.knows=1 actor_rollout_ref.actor.ppo_epochs=2 $@"),
+        "run.sh",
+    )
     text = render(made, "run.sh")
     assert len(made.outcomes) == 21 + 2
     for outcome in made.outcomes.values():
@@ -224,9 +236,21 @@ def test_batches_of_problems(said, problems, parts):
     ("said", "problems", "parts"),
     [
         ({"per_device_train_batch_size": 8, "num_processes": 4, "num_generations": 8}, 4, 1),
-        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 8}, 2, 1),
+        (
+            {
+                "per_device_train_batch_size": 8,
+                "gradient_accumulation_steps": 2,
+                "num_generations": 8,
+            },
+            2,
+            1,
+        ),
         ({"per_device_train_batch_size": 8, "steps_per_generation": 4, "num_generations": 8}, 4, 4),
-        ({"per_device_train_batch_size": 8, "generation_batch_size": 64, "num_generations": 4}, 16, 8),
+        (
+            {"per_device_train_batch_size": 8, "generation_batch_size": 64, "num_generations": 4},
+            16,
+            8,
+        ),
     ],
 )
 def test_batches_of_responses(said, problems, parts):
@@ -237,18 +261,36 @@ def test_batches_of_responses(said, problems, parts):
 
 def test_a_share_of_warm_up_needs_the_runs_length():
     ratio = "worker.actor.optim.lr_warmup_ratio"
-    said = {ratio: 0.1, "data.rollout_batch_size": 64, "worker.actor.global_batch_size": 32, "trainer.max_steps": 50}
-    assert convert(table("easyr1"), said, lambda _: None, "x").written["actor.optim.lr_warmup_steps"] == 10
+    said = {
+        ratio: 0.1,
+        "data.rollout_batch_size": 64,
+        "worker.actor.global_batch_size": 32,
+        "trainer.max_steps": 50,
+    }
+    assert (
+        convert(table("easyr1"), said, lambda _: None, "x").written["actor.optim.lr_warmup_steps"]
+        == 10
+    )
     del said["trainer.max_steps"]
     (refused,) = convert(table("easyr1"), said, lambda _: None, "x").of("refused")
     assert refused.key == ratio and "actor.optim.lr_warmup_steps" in refused.text
 
 
 def test_one_teacher_is_taken_and_another_refused():
-    teachers = {f"distillation.teacher_models.{name}.model_path": f"owner/{name}" for name in ("math", "maps")}
-    said = {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "k1", **teachers}
+    teachers = {
+        f"distillation.teacher_models.{name}.model_path": f"owner/{name}"
+        for name in ("math", "maps")
+    }
+    said = {
+        "distillation.enabled": True,
+        "distillation.distillation_loss.loss_mode": "k1",
+        **teachers,
+    }
     made = convert(
-        table("verl"), said | {"distillation.distillation_loss.use_task_rewards": False}, lambda _: None, "x"
+        table("verl"),
+        said | {"distillation.distillation_loss.use_task_rewards": False},
+        lambda _: None,
+        "x",
     )
     assert made.written["algorithm.distillation.teacher_path"] == "owner/math"
     assert made.written["algorithm.distillation.reward_weight"] == 0.0
@@ -271,12 +313,15 @@ def test_one_teacher_is_taken_and_another_refused():
 )  # fmt: skip
 def test_rejection_keeps_its_bounds(said, ours):
     made = {
-        d.key.removeprefix("algorithm."): d.value for d in rules.correction(rules.Quantities(said, {}, lambda _: None))
+        d.key.removeprefix("algorithm."): d.value
+        for d in rules.correction(rules.Quantities(said, {}, lambda _: None))
     }
     assert {key: made[key] for key in ours} == ours
 
 
-@pytest.mark.parametrize(("name", "ours"), [("low_var_kl", "k3"), ("mse", "k2"), ("abs", "abs"), ("kl", "k3")])
+@pytest.mark.parametrize(
+    ("name", "ours"), [("low_var_kl", "k3"), ("mse", "k2"), ("abs", "abs"), ("kl", "k3")]
+)
 def test_names_of_divergences(name, ours):
     said = {"algorithm.use_kl_loss": True, "algorithm.kl_penalty": name, "algorithm.kl_coef": 0.1}
     made = convert(table("easyr1"), said, lambda _: None, "x")
@@ -295,16 +340,19 @@ def test_what_is_no_config_is_told_in_a_line(tmp_path, text, name):
 
 
 def test_a_base_that_is_missing_is_named_and_one_that_is_near_is_read(tmp_path):
-    script = (
-        "python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=3 trainer.save_freq=7 data.seed=2\n"
-    )
+    script = "python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=3 trainer.save_freq=7 data.seed=2\n"
     made = made_of(tmp_path, script, "run.sh")
     assert made.missing == ["examples/config.yaml"]
     (refused,) = made.of("refused")
     assert "examples/config.yaml" in refused.key and "convert again" in refused.text
     # What only the class of EasyR1 says is a guess, in the summary and beside each value.
-    assert "algorithm.clip_ratio_high" in refused.text and "algorithm.group_size" not in refused.text
-    assert "examples/config.yaml may say otherwise" in made.settings["algorithm.clip_ratio_high"].comment
+    assert (
+        "algorithm.clip_ratio_high" in refused.text and "algorithm.group_size" not in refused.text
+    )
+    assert (
+        "examples/config.yaml may say otherwise"
+        in made.settings["algorithm.clip_ratio_high"].comment
+    )
     assert "# - config examples/config.yaml=not found" in render(made, "run.sh")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples/config.yaml").write_text("worker: {rollout: {n: 9, temperature: 0.5}}\n")
@@ -316,7 +364,9 @@ def test_a_base_that_is_missing_is_named_and_one_that_is_near_is_read(tmp_path):
 
 
 def test_the_base_whose_values_are_known_is_not_missing(tmp_path):
-    script = "python3 -m verl.trainer.main_ppo --config-name=ppo_trainer actor_rollout_ref.rollout.n=3\n"
+    script = (
+        "python3 -m verl.trainer.main_ppo --config-name=ppo_trainer actor_rollout_ref.rollout.n=3\n"
+    )
     assert not made_of(tmp_path, script, "run.sh").missing
 
 
@@ -358,17 +408,25 @@ def test_a_config_that_builds_on_ours_is_ours(tmp_path):
     path.write_text(
         "defaults: [toy-grpo-cpu]\nactor_rollout_ref: {rollout: {n: 5}, actor: {ppo_epochs: 2, grad_clip: 1.0}}\n"
     )
-    with pytest.raises(ConfigError, match="actor_rollout_ref.rollout.n: unknown key .*algorithm.group_size"):
+    with pytest.raises(
+        ConfigError, match="actor_rollout_ref.rollout.n: unknown key .*algorithm.group_size"
+    ):
         parse_config(str(path))
-    path.write_text("defaults: [rlinf_vl_schema]\nrunner: {seed: 1, max_steps: 2}\ndata: {seed: 3}\n")
-    with pytest.raises(ConfigError, match="no keys of verl, EasyR1, TRL, RLinf, SkyRL that aren't ours"):
+    path.write_text(
+        "defaults: [rlinf_vl_schema]\nrunner: {seed: 1, max_steps: 2}\ndata: {seed: 3}\n"
+    )
+    with pytest.raises(
+        ConfigError, match="no keys of verl, EasyR1, TRL, RLinf, SkyRL that aren't ours"
+    ):
         convert_file(path)
 
 
 def test_a_config_of_another_system_is_named(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(EASYR1)
-    with pytest.raises(ConfigError, match="is one of EasyR1; convert it: rlinf-vl convert-config .*config.yaml"):
+    with pytest.raises(
+        ConfigError, match="is one of EasyR1; convert it: rlinf-vl convert-config .*config.yaml"
+    ):
         parse_config(str(path))
 
 

@@ -15,31 +15,57 @@ from rlinf_vl.errors import ConfigError
     ("typed", "key", "meant"),
     [
         ("data.system_prompt='Answer, please'", "data.system_prompt", "Answer, please"),
-        ("data.system_prompt='Look (closely) at $5!'", "data.system_prompt", "Look (closely) at $5!"),
-        ('''data.system_prompt="What's in it (all)?"''', "data.system_prompt", "What's in it (all)?"),
+        (
+            "data.system_prompt='Look (closely) at $5!'",
+            "data.system_prompt",
+            "Look (closely) at $5!",
+        ),
+        (
+            '''data.system_prompt="What's in it (all)?"''',
+            "data.system_prompt",
+            "What's in it (all)?",
+        ),
         ("data.system_prompt=Look closely at it", "data.system_prompt", "Look closely at it"),
         ("'data.system_prompt=Say \"yes\" (or no)'", "data.system_prompt", 'Say "yes" (or no)'),
         ("runner.output_dir='~/runs'", "runner.output_dir", "/runs"),
-        ("data.train_data_paths=a.parquet,b.parquet", "data.train_data_paths", ["/a.parquet", "/b.parquet"]),
+        (
+            "data.train_data_paths=a.parquet,b.parquet",
+            "data.train_data_paths",
+            ["/a.parquet", "/b.parquet"],
+        ),
         ("data.train_data_paths=['a (1).parquet']", "data.train_data_paths", ["/a (1).parquet"]),
         ("data.image_keys=[left, right]", "data.image_keys", ["left", "right"]),
         ("actor.optim={lr: 1e-5, clip_grad: 2}", "actor.optim.clip_grad", 2.0),
         ("actor.optim={lr:1e-5,clip_grad:2}", "actor.optim.lr", 1e-5),
-        ("rollout.env_kwargs={tries:3,name:'x y'}", "rollout.env_kwargs", {"tries": 3, "name": "x y"}),
-        ("reward.functions=[{function:math,weight:2}]", "reward.functions", [{"function": "math", "weight": 2}]),
+        (
+            "rollout.env_kwargs={tries:3,name:'x y'}",
+            "rollout.env_kwargs",
+            {"tries": 3, "name": "x y"},
+        ),
+        (
+            "reward.functions=[{function:math,weight:2}]",
+            "reward.functions",
+            [{"function": "math", "weight": 2}],
+        ),
         (
             "reward.functions=[{function: math}, {function: format}]",
             "reward.functions",
             [{"function": "math"}, {"function": "format"}],
         ),
-        ("rollout.env_kwargs={'prompt': 'Look (here)'}", "rollout.env_kwargs", {"prompt": "Look (here)"}),
+        (
+            "rollout.env_kwargs={'prompt': 'Look (here)'}",
+            "rollout.env_kwargs",
+            {"prompt": "Look (here)"},
+        ),
         ("runner.max_steps 3", "runner.max_steps", 3),
         ("runner.max_steps = 3", "runner.max_steps", 3),
     ],
 )
 def test_the_printed_argument_works_in_a_shell(typed, key, meant, monkeypatch):
     def words_of(line: str) -> list[str]:
-        done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True
+        )
         return done.stdout.split("\0")[:-1]
 
     monkeypatch.chdir("/")
@@ -59,9 +85,15 @@ def test_the_printed_argument_works_in_a_shell(typed, key, meant, monkeypatch):
 
 
 def test_one_element_needs_no_list(tmp_path):
-    overrides = ["data.train_data_paths=toy", "runner.profile.steps=3", "data.val_data_paths=${data.train_data_paths}"]
+    overrides = [
+        "data.train_data_paths=toy",
+        "runner.profile.steps=3",
+        "data.val_data_paths=${data.train_data_paths}",
+    ]
     config = parse_config("toy-grpo-cpu", overrides)
-    assert config.data.train_data_paths == config.data.val_data_paths == ["toy"] and config.runner.profile.steps == [3]
+    assert config.data.train_data_paths == config.data.val_data_paths == [
+        "toy"
+    ] and config.runner.profile.steps == [3]
     (tmp_path / "own.yaml").write_text("defaults: [toy-grpo-cpu]\ndata:\n  image_keys: picture\n")
     assert parse_config(str(tmp_path / "own.yaml")).data.image_keys == ["picture"]
     for wrong in ("runner.profile.steps=three", "data.image_keys=3", "data.train_data_paths="):
@@ -70,11 +102,17 @@ def test_one_element_needs_no_list(tmp_path):
 
 
 def test_a_config_anywhere_builds_on_ours_and_on_its_neighbours(tmp_path, monkeypatch):
-    (tmp_path / "base.yaml").write_text("defaults: [toy-grpo-cpu]\nrunner:\n  max_steps: 3\n  seed: 1\n")
+    (tmp_path / "base.yaml").write_text(
+        "defaults: [toy-grpo-cpu]\nrunner:\n  max_steps: 3\n  seed: 1\n"
+    )
     name = "my exp.v2=a.yaml"
     (tmp_path / name).write_text("defaults: [base]\nrunner:\n  experiment_name: mine\n  seed: 2\n")
     config = load_config(str(tmp_path / name))
-    assert (config.runner.max_steps, config.runner.seed, config.runner.experiment_name) == (3, 2, "mine")
+    assert (config.runner.max_steps, config.runner.seed, config.runner.experiment_name) == (
+        3,
+        2,
+        "mine",
+    )
     monkeypatch.chdir(tmp_path)
     assert load_config(name) == load_config(name.removesuffix(".yaml")) == config
     (tmp_path / "toy-grpo-cpu.yaml").write_text("defaults: [base]\n")
@@ -84,7 +122,10 @@ def test_a_config_anywhere_builds_on_ours_and_on_its_neighbours(tmp_path, monkey
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("defaults: [toy-grpo-cp]\n", ["defaults: no config 'toy-grpo-cp'", "did you mean 'toy-grpo-cpu'?"]),
+        (
+            "defaults: [toy-grpo-cp]\n",
+            ["defaults: no config 'toy-grpo-cp'", "did you mean 'toy-grpo-cpu'?"],
+        ),
         ("defaults: toy-grpo-cpu\n", ["defaults must be a list", "defaults: [toy-grpo-cpu]"]),
         ("defaults: [wrong]\n", ["defaults: they lead back to this file; take the circle out"]),
         ("runner:\n\tmax_steps: 3\n", ["wrong.yaml, line 2, column 1", "indent with blanks"]),
@@ -106,7 +147,10 @@ def test_a_file_that_is_no_config(tmp_path):
     with pytest.raises(ConfigError, match="ends in .yaml; rename it to own.yaml"):
         load_config(str(tmp_path / "own.yml"))
     (tmp_path / "other.yaml").write_text("defaults: [toy-grpo-cpu]\n")
-    with pytest.raises(ConfigError, match="no such .yaml file; its folder has other.yaml; did you mean 'other.yaml'"):
+    with pytest.raises(
+        ConfigError,
+        match="no such .yaml file; its folder has other.yaml; did you mean 'other.yaml'",
+    ):
         load_config(str(tmp_path / "othr.yaml"))
     named_like_ours = tmp_path / f"{next(iter(examples()))}.yaml"
     named_like_ours.write_text(f"defaults: [{named_like_ours.stem}]\n")

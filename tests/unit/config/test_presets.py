@@ -12,15 +12,29 @@ from rlinf_vl.config.schema.algorithm import ADVANTAGES, LOSSES
 from rlinf_vl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"  # whose YAML sets clips, the aggregation and the normalisation
+FLAGSHIP = (
+    "qwen3-vl-2b-grpo-fsdp-geo3k"  # whose YAML sets clips, the aggregation and the normalisation
+)
 AS_PUBLISHED = {
     "adv_type=grpo": {"normalize_advantages": True, "loss_agg_func": "token-mean"},
     "adv_type=dr_grpo": {"normalize_advantages": False, "loss_agg_func": "seq-mean-token-sum-norm"},
     "adv_type=rloo": {"normalize_advantages": False},
     "adv_type=reinforce_plus_plus": {"normalize_advantages": True},
-    "loss_type=gspo": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_func": "seq-mean-token-mean"},
-    "loss_type=cispo": {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, "loss_agg_func": "token-mean"},
-    "loss_type=sapo": {"clip_ratio_low": None, "clip_ratio_high": None, "loss_agg_func": "seq-mean-token-mean"},
+    "loss_type=gspo": {
+        "clip_ratio_low": 3e-4,
+        "clip_ratio_high": 4e-4,
+        "loss_agg_func": "seq-mean-token-mean",
+    },
+    "loss_type=cispo": {
+        "clip_ratio_low": 1.0,
+        "clip_ratio_high": 4.0,
+        "loss_agg_func": "token-mean",
+    },
+    "loss_type=sapo": {
+        "clip_ratio_low": None,
+        "clip_ratio_high": None,
+        "loss_agg_func": "seq-mean-token-mean",
+    },
 }
 
 
@@ -34,25 +48,45 @@ def test_one_override_is_enough(choice, config):
 def test_what_is_written_stays():
     assert load_config("toy-grpo-cpu").algorithm.clip_ratio_high == 0.2
     assert parse_config(FLAGSHIP).algorithm.clip_ratio_high == 0.28
-    chosen_already = parse_config(FLAGSHIP, ["algorithm.loss_type=actor", "algorithm.adv_type=grpo"]).algorithm
+    chosen_already = parse_config(
+        FLAGSHIP, ["algorithm.loss_type=actor", "algorithm.adv_type=grpo"]
+    ).algorithm
     assert chosen_already.clip_ratio_high == 0.28
-    overrides = ["algorithm.clip_ratio_high=0.1", "algorithm.loss_type=gspo", "algorithm.loss_agg_func=token-mean"]
+    overrides = [
+        "algorithm.clip_ratio_high=0.1",
+        "algorithm.loss_type=gspo",
+        "algorithm.loss_agg_func=token-mean",
+    ]
     algorithm = parse_config(FLAGSHIP, overrides).algorithm
-    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_func) == (3e-4, 0.1, "token-mean")
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_func) == (
+        3e-4,
+        0.1,
+        "token-mean",
+    )
     section = parse_config(FLAGSHIP, ["algorithm={loss_type: cispo, clip_ratio_high: 7}"]).algorithm
     assert (section.clip_ratio_low, section.clip_ratio_high) == (1.0, 7.0)
 
 
 def test_a_loss_and_an_advantage_may_be_chosen_together():
-    algorithm = load_config("toy-grpo-cpu", ["algorithm.adv_type=dr_grpo", "algorithm.loss_type=gspo"]).algorithm
-    assert (algorithm.normalize_advantages, algorithm.loss_agg_func) == (False, "seq-mean-token-mean")
+    algorithm = load_config(
+        "toy-grpo-cpu", ["algorithm.adv_type=dr_grpo", "algorithm.loss_type=gspo"]
+    ).algorithm
+    assert (algorithm.normalize_advantages, algorithm.loss_agg_func) == (
+        False,
+        "seq-mean-token-mean",
+    )
 
 
 @pytest.mark.parametrize(("placement", "estimator"), [("loss", "k3"), ("reward", "k1")])
 def test_each_place_of_the_kl_has_its_estimator(placement, estimator):
     where = ["algorithm.kl_beta=0.1", f"algorithm.kl_placement={placement}"]
     assert load_config("toy-grpo-cpu", where).algorithm.kl_penalty_type == estimator
-    assert load_config("toy-grpo-cpu", [*where, "algorithm.kl_penalty_type=mse"]).algorithm.kl_penalty_type == "k2"
+    assert (
+        load_config(
+            "toy-grpo-cpu", [*where, "algorithm.kl_penalty_type=mse"]
+        ).algorithm.kl_penalty_type
+        == "k2"
+    )
 
 
 def test_what_is_saved_says_the_values(tmp_path):
@@ -69,8 +103,16 @@ def test_every_name_has_a_preset():
 @pytest.mark.parametrize(
     ("key", "text", "told"),
     [
-        ("adv_type", "def mine(rewards): ...", "an advantage is called as advantage(rewards, group_ids, tokens)"),
-        ("loss_type", "def mine(logprobs, old, advantages): ...", "a loss is called as loss(logprobs, old_logprobs"),
+        (
+            "adv_type",
+            "def mine(rewards): ...",
+            "an advantage is called as advantage(rewards, group_ids, tokens)",
+        ),
+        (
+            "loss_type",
+            "def mine(logprobs, old, advantages): ...",
+            "a loss is called as loss(logprobs, old_logprobs",
+        ),
         ("loss_type", "other = 1", "no function 'mine'"),
     ],
 )
@@ -84,24 +126,35 @@ def test_code_that_can_not_be_called_so_is_refused(key, text, told, tmp_path):
 
 def test_code_travels_and_has_ppos_clips(tmp_path):
     path = tmp_path / "own.py"
-    path.write_text("def mine(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high): ...")
+    path.write_text(
+        "def mine(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high): ..."
+    )
     config = load_config("toy-grpo-cpu", [f"algorithm.loss_type={path}:mine"])
     assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (0.2, 0.2)
     assert config.runner.code_files[str(path)] == path.read_text()
 
 
 PRESETS_OF_CORRECTIONS = dict(
-    re.findall(r"^\| ([^|]+) \| `(algorithm\.[^`]+)` \|$", (ROOT / "docs/corrections.md").read_text(), re.M)
+    re.findall(
+        r"^\| ([^|]+) \| `(algorithm\.[^`]+)` \|$", (ROOT / "docs/corrections.md").read_text(), re.M
+    )
 )
 
 
 @pytest.mark.parametrize("name", PRESETS_OF_CORRECTIONS)
 def test_every_preset_of_the_page_on_corrections_is_accepted(name):
-    rejection = load_config("toy-grpo-cpu", PRESETS_OF_CORRECTIONS[name].split()).algorithm.rejection
+    rejection = load_config(
+        "toy-grpo-cpu", PRESETS_OF_CORRECTIONS[name].split()
+    ).algorithm.rejection
     bounds = re.search(r"in ([\d.]+) … ([\d.]+)", name)
-    assert bounds is None or [rejection.low, rejection.high] == [float(bound) for bound in bounds.groups()]
+    assert bounds is None or [rejection.low, rejection.high] == [
+        float(bound) for bound in bounds.groups()
+    ]
 
 
 def test_the_page_on_corrections_has_the_presets_that_are_known_by_name():
     assert len(PRESETS_OF_CORRECTIONS) > 8
-    assert all(any(name in preset for preset in PRESETS_OF_CORRECTIONS) for name in ("TIS", "MIS", "IcePop"))
+    assert all(
+        any(name in preset for preset in PRESETS_OF_CORRECTIONS)
+        for name in ("TIS", "MIS", "IcePop")
+    )

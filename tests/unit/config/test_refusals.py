@@ -52,7 +52,9 @@ def files(tmp_path_factory) -> Path:
         "table.csv": "problem,answer\n1 + 1?,2\n",
         "odd.csv": "problem,answer\n1 + 1?,2\n1, 2 or 3?,1\n",
         "sums.xlsx": "1 + 1?",
-        "verl.jsonl": "\n".join([json.dumps({"prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}})] * 20),
+        "verl.jsonl": "\n".join(
+            [json.dumps({"prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}})] * 20
+        ),
         "reward.py": "def one(text): return 1.0\n\ndef fine(response, answer, least=1): return 1.0\n\nx = 1\n",
         "broken_reward.py": "def f(response, answer)\n    return 1.0\n",
         "none": "x",
@@ -90,10 +92,15 @@ def files(tmp_path_factory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
     (folder / "nothing-in-it").mkdir()
-    pq.write_table(pa.table({"question": ["1 + 1?"] * 20, "answer": ["2"] * 20}), folder / "other-names.parquet")
+    pq.write_table(
+        pa.table({"question": ["1 + 1?"] * 20, "answer": ["2"] * 20}),
+        folder / "other-names.parquet",
+    )
     clips = {"problem": ["1 + 1?"] * 20, "answer": ["2"] * 20, "videos": [["a.mp4"]] * 20}
     pq.write_table(pa.table(clips), folder / "clips.parquet")
-    pq.write_table(pa.table({name: pa.array([], pa.string()) for name in row}), folder / "no-rows.parquet")
+    pq.write_table(
+        pa.table({name: pa.array([], pa.string()) for name in row}), folder / "no-rows.parquet"
+    )
     return folder
 
 
@@ -269,7 +276,9 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
 
 def refused(capsys, files: Path, run: Callable[[list[str]], int], *overrides: str) -> str:
     """What the command line says of these overrides of the toy, where FILES is the folder of files."""
-    code = run(["train", "toy-grpo-cpu", *(text.replace("FILES", str(files)) for text in overrides)])
+    code = run(
+        ["train", "toy-grpo-cpu", *(text.replace("FILES", str(files)) for text in overrides)]
+    )
     text = capsys.readouterr().err
     assert code == 2, text
     assert "Traceback" not in text and text.startswith("error: ")
@@ -288,16 +297,22 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
 
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(running, "prepare_toys", goes_on)
-    monkeypatch.setattr(running, "rehearse", lambda config: "ready")  # tests/unit/rollout/test_rehearsal.py
+    monkeypatch.setattr(
+        running, "rehearse", lambda config: "ready"
+    )  # tests/unit/rollout/test_rehearsal.py
     monkeypatch.setattr(gpus, "gpu_memory", lambda: ())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name)
+    )
     monkeypatch.setattr(sglang_machine, "version", not_installed)
     monkeypatch.chdir(tmp_path)
     return command_line.main
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"), MISTAKES, ids=[", ".join(overrides)[:90] for overrides, _ in MISTAKES]
+    ("overrides", "expected"),
+    MISTAKES,
+    ids=[", ".join(overrides)[:90] for overrides, _ in MISTAKES],
 )
 def test_mistake(overrides, expected, files, main, capsys):
     text = refused(capsys, files, main, *overrides)
@@ -332,7 +347,10 @@ def test_all_mistakes_are_in_one_message(files, main, capsys, monkeypatch):
 
 
 def test_a_mistake_is_told_once(files, main, capsys):
-    assert refused(capsys, files, main, "data.image_keys=[pics]").count("column 'pics' not in toy") == 1
+    assert (
+        refused(capsys, files, main, "data.image_keys=[pics]").count("column 'pics' not in toy")
+        == 1
+    )
 
 
 def test_what_is_right_goes_on(files, main, capsys, tmp_path):
@@ -352,7 +370,11 @@ def test_what_may_not_be_read_is_named():
     folder = Path(tempfile.mkdtemp())
     (folder / "rows.jsonl").touch()
     folder.chmod(0o700)
-    keys = ["data.train_data_paths=[%s/rows.jsonl]", "rollout.model.model_path=%s/m", "runner.output_dir=%s/runs"]
+    keys = [
+        "data.train_data_paths=[%s/rows.jsonl]",
+        "rollout.model.model_path=%s/m",
+        "runner.output_dir=%s/runs",
+    ]
     keys += ["runner.resume_dir=%s/checkpoint"]
     program = (
         "import os, sys; from rlinf_vl.config.load import parse_config, validate_config\n"
@@ -384,7 +406,13 @@ def test_a_check_does_not_ask_for_the_engine(main):
 
 def test_engines_that_could_not_be_placed(main, capsys, monkeypatch):
     monkeypatch.setattr(gpus, "gpu_memory", lambda: (80,) * 8)
-    asked = ["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang", "cluster.device=cuda"]
+    asked = [
+        "train",
+        "--check",
+        "toy-grpo-cpu",
+        "rollout.rollout_backend=sglang",
+        "cluster.device=cuda",
+    ]
     asked += ["rollout.tensor_parallel_size=2"]
     assert main([*asked, "cluster.component_placement={actor: 0-3, rollout: 4-7}"]) == 0
     assert main([*asked, "cluster.component_placement={actor: all, rollout: all}"]) == 2
@@ -395,7 +423,9 @@ def test_a_name_that_sglang_does_not_have(main, capsys, monkeypatch, tmp_path):
     fields = tmp_path / "site/sglang/srt/arg_groups/fields"
     fields.mkdir(parents=True)
     (tmp_path / "site/sglang/__init__.py").write_text("raise AssertionError('imported')")
-    (fields / "memory.py").write_text("class Memory:\n    page_size: int = 1\n    disable_radix_cache: bool = False\n")
+    (fields / "memory.py").write_text(
+        "class Memory:\n    page_size: int = 1\n    disable_radix_cache: bool = False\n"
+    )
     monkeypatch.syspath_prepend(tmp_path / "site")
     asked = ["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang"]
     assert main([*asked, "rollout.sglang.server_args={disable_radix_cache: true}"]) == 0
@@ -405,7 +435,9 @@ def test_a_name_that_sglang_does_not_have(main, capsys, monkeypatch, tmp_path):
     assert "did you mean 'disable_radix_cache'" in said
 
 
-def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, monkeypatch, tmp_path):
+def test_sglang_of_another_version_and_without_its_tools(
+    files, main, capsys, monkeypatch, tmp_path
+):
     overrides = [f"data.train_data_paths=[{files}/good.jsonl]", "data.val_data_paths=[]", NO_IMAGES]
     overrides += ["rollout.rollout_backend=sglang", "cluster.device=cuda"]
     monkeypatch.setattr(gpus, "gpu_memory", lambda: (80,))
@@ -418,18 +450,35 @@ def test_sglang_of_another_version_and_without_its_tools(files, main, capsys, mo
     monkeypatch.setattr(sglang_machine, "version", lambda name: "0.5.23.post1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     text = refused(capsys, files, main, *overrides)
-    assert f"nvcc, with which SGLang compiles kernels on first use, is not at {tmp_path}/bin/nvcc" in text
+    assert (
+        f"nvcc, with which SGLang compiles kernels on first use, is not at {tmp_path}/bin/nvcc"
+        in text
+    )
 
 
 def test_placement_beyond_the_gpus_there_are(files, main, capsys, monkeypatch):
     monkeypatch.setattr(gpus, "gpu_memory", lambda: (80,) * 2)
-    text = refused(capsys, files, main, "cluster.device=cuda", "cluster.component_placement={actor: 0-3, rollout: all}")
+    text = refused(
+        capsys,
+        files,
+        main,
+        "cluster.device=cuda",
+        "cluster.component_placement={actor: 0-3, rollout: all}",
+    )
     assert "'actor' wants slot 3, but the cluster has 2, numbered 0 to 1" in text
 
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [(None, 4), ("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-a,GPU-b,GPU-c", 3), ("0,1,2,3,4,5", 4)],
+    [
+        (None, 4),
+        ("0,1", 2),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("GPU-a,GPU-b,GPU-c", 3),
+        ("0,1,2,3,4,5", 4),
+    ],
 )
 def test_gpus_are_counted_as_ray_does(monkeypatch, visible, count):
     """NVML's, within CUDA_VISIBLE_DEVICES; here with a stand-in for its library that shows four."""
@@ -464,7 +513,8 @@ def test_overrides_have_no_dashes(main, capsys, dashed):
     with pytest.raises(SystemExit) as end:
         main(["train", "toy-grpo-cpu", "--check", "runner.seed=1", dashed])
     assert (
-        end.value.code == 2 and f"{dashed}; overrides are written key=value, without dashes" in capsys.readouterr().err
+        end.value.code == 2
+        and f"{dashed}; overrides are written key=value, without dashes" in capsys.readouterr().err
     )
 
 
@@ -494,14 +544,19 @@ def in_a_process(*arguments: str, **environment: str) -> subprocess.CompletedPro
 def test_neither_ray_nor_torch_is_imported_and_a_hub_out_of_reach_is_not_asked_again(tmp_path):
     # port 9 of this machine refuses
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = in_a_process("train", "qwen3-vl-2b-grpo-fsdp-geo3k", f"runner.output_dir={tmp_path}", **hub)
+    done = in_a_process(
+        "train", "qwen3-vl-2b-grpo-fsdp-geo3k", f"runner.output_dir={tmp_path}", **hub
+    )
     assert done.returncode == 2 and not done.stdout.strip(), done.stdout
     for key in (
         "rollout.model.model_path: Qwen/Qwen3-VL-2B-Instruct",
         "data.train_data_paths: hf://hiyouga/geometry3k:train",
     ):
         assert f"{key}: not in the cache here, and the hub can't be reached" in done.stderr
-    assert "hf download Qwen/Qwen3-VL-2B-Instruct'" in done.stderr and "--repo-type dataset" in done.stderr
+    assert (
+        "hf download Qwen/Qwen3-VL-2B-Instruct'" in done.stderr
+        and "--repo-type dataset" in done.stderr
+    )
     assert "Traceback" not in done.stderr and "Retry" not in done.stderr
 
 
@@ -517,7 +572,10 @@ def test_a_check_imports_what_the_run_script_installs_for_it(files):
         "files = {name.partition('.')[0]: getattr(module, '__file__', None) for name, module in sys.modules.items()}\n"
         "print(code, *sorted(name for name, file in files.items() if 'site-packages' in (file or '')))"
     )
-    overrides = [f"data.train_data_paths=[{files}/other-names.parquet]", "rollout.model.model_path=owner/name"]
+    overrides = [
+        f"data.train_data_paths=[{files}/other-names.parquet]",
+        "rollout.model.model_path=owner/name",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", program, "train", "--check", "toy-grpo-cpu", *overrides],
         env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(files)},
@@ -549,7 +607,10 @@ def test_what_is_in_the_cache_is_not_asked_for_at_a_hub_out_of_reach(tmp_path):
     )
     assert done.stdout.split() == ["2", "1"], done.stderr
     assert "error: hf://owner/data: can't be loaded from the hub" in done.stderr
-    assert "owner/name: the hub can't be reached" in done.stderr and "its copy in the cache is used" in done.stderr
+    assert (
+        "owner/name: the hub can't be reached" in done.stderr
+        and "its copy in the cache is used" in done.stderr
+    )
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -587,7 +648,9 @@ def test_what_the_hub_says_of_a_name(tmp_path):
     finally:
         server.shutdown()
         server.server_close()
-    assert known.returncode == 2 and "the checkpoint at owner/llama is of type 'llama'" in known.stderr
+    assert (
+        known.returncode == 2 and "the checkpoint at owner/llama is of type 'llama'" in known.stderr
+    )
     assert gone.returncode == 2 and "owner/gone: the hub has no model of that name" in gone.stderr
     assert "hf://owner/gone: the hub has no data set of that name" in gone.stderr
 
@@ -617,7 +680,9 @@ def test_peek_at_json_finds_what_datasets_finds(tmp_path, text, columns, rows, s
     path = tmp_path / f"rows{suffix}"
     path.write_text(text, encoding="utf-8")
     assert peek(path) == (columns, rows)
-    loaded = datasets.load_dataset("json", data_files=[str(path)], split="train", cache_dir=str(tmp_path / "cache"))
+    loaded = datasets.load_dataset(
+        "json", data_files=[str(path)], split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert (loaded.column_names, len(loaded)) == (columns, rows)
 
 
@@ -627,4 +692,6 @@ def test_peek_at_a_saved_folder(tmp_path):
     rows = datasets.Dataset.from_dict({"problem": ["q"], "answer": ["1"]})
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(str(tmp_path / "parts"))
-    assert peek(tmp_path / "one").columns == peek(tmp_path / "parts").columns == ["problem", "answer"]
+    assert (
+        peek(tmp_path / "one").columns == peek(tmp_path / "parts").columns == ["problem", "answer"]
+    )

@@ -197,7 +197,9 @@ def told(tmp_path_factory) -> list[list]:
     write_files(folder)
     asked = json.dumps([words for words, _ in CASES])
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=folder, input=asked, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        command, cwd=folder, input=asked, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -223,7 +225,11 @@ if __name__ == "__main__":
             seconds.append(time.monotonic() - start)
             total = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
             cpu, used = [*cpu, total - used], total
-            print(f"{seconds[-1]:5.2f} s, CPU {cpu[-1]:4.2f} s  [{done.returncode}] {' '.join(words)}")
+            print(
+                f"{seconds[-1]:5.2f} s, CPU {cpu[-1]:4.2f} s  [{done.returncode}] {' '.join(words)}"
+            )
         for what, found in (("wall", seconds), ("CPU", cpu)):
             median = sorted(found)[len(found) // 2]
-            print(f"{len(found)} cases, {what}: the slowest {max(found):.2f} s, the median {median:.2f} s")
+            print(
+                f"{len(found)} cases, {what}: the slowest {max(found):.2f} s, the median {median:.2f} s"
+            )

@@ -78,7 +78,9 @@ class FakePool:
         self.versions: list[int] = []  # of the weights that they were sent
         self.asked: list[list[str]] = []  # group ids, by call
         self.alive: set[str] = set()  # groups that nobody has released
-        self.validated: dict[str, int] = {}  # version of the weights that each validation group is from
+        self.validated: dict[
+            str, int
+        ] = {}  # version of the weights that each validation group is from
         self.changes: dict[str, dict] = {}  # group id → fields of its summary that differ
         self.told: list[str] = []
         self.acknowledged: list[str] = []
@@ -104,12 +106,18 @@ class FakePool:
         self.strike(len(self.asked))
         self.asked.append([task.group_id for task in tasks])
         self.alive |= {task.group_id for task in tasks if not task.summary_only}
-        self.validated |= {task.group_id: self.versions[-1] for task in tasks if task.split == "val" and self.versions}
+        self.validated |= {
+            task.group_id: self.versions[-1]
+            for task in tasks
+            if task.split == "val" and self.versions
+        }
         results = []
         for task in tasks:
             rewards = [round(number(seed, self.weight), 2) for seed in task.seeds]
             version = self.versions[-1] if self.versions else 0
-            changes = {"min_version": version, "max_version": version} | self.changes.get(task.group_id, {})
+            changes = {"min_version": version, "max_version": version} | self.changes.get(
+                task.group_id, {}
+            )
             rewards = list(changes.pop("rewards", rewards))
             group = None if task.summary_only else task.group_id
             done = summary(task.group_id, f"{task.split}:{task.row}", rewards, **changes)
@@ -176,22 +184,38 @@ class FakeLearner:
 
     def fetch_groups(self, minibatches, groups):
         self.fetched = list(groups)
-        named = {item.group for mini in minibatches for rank in mini for items in rank.micro_batches for item in items}
+        named = {
+            item.group
+            for mini in minibatches
+            for rank in mini
+            for items in rank.micro_batches
+            for item in items
+        }
         assert named <= set(range(len(groups)))
         return self.lost.pop(0) if self.lost else []
 
     def score(self, minibatch):
         items = [item for rank in minibatch for items in rank.micro_batches for item in items]
         self.checked.append(int(self.fetched[0].split("-")[1]))
-        return [(i.group, i.loss_tokens, self.difference * i.loss_tokens, self.blank_difference) for i in items]
+        return [
+            (i.group, i.loss_tokens, self.difference * i.loss_tokens, self.blank_difference)
+            for i in items
+        ]
 
     def update(self, step, minibatches, advantages, recorded, kl_scale, then):
         then()
         self.trained.append(list(self.fetched))
         trained = sorted(
-            (i.group, i.index) for mini in minibatches for rank in mini for items in rank.micro_batches for i in items
+            (i.group, i.index)
+            for mini in minibatches
+            for rank in mini
+            for items in rank.micro_batches
+            for i in items
         )
-        metrics = {"actor/loss": number(self.weight, advantages, trained), "actor/skipped_steps": 0.0}
+        metrics = {
+            "actor/loss": number(self.weight, advantages, trained),
+            "actor/skipped_steps": 0.0,
+        }
         metrics |= self.strike(step) or {}
         if not metrics["actor/skipped_steps"]:
             self.weight = metrics["actor/loss"]
@@ -231,7 +255,9 @@ class FakeLearner:
 class FakeRun:
     """A run of `STEPS` steps in a folder, with everything that `train` wants."""
 
-    def __init__(self, run_dir: Path, *overrides: str, pool=None, learner=None, start: Path | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *overrides: str, pool=None, learner=None, start: Path | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.config = fake_config(run_dir, *overrides)
         self.pool = pool or FakePool()
@@ -243,7 +269,9 @@ class FakeRun:
         bad_rows = BadRows(run_dir, data.max_bad_rows, {"train": 40, "val": 8})
         val_rows = [] if runner.val_check_interval < 0 else list(range(8))
         total = min(runner.max_steps, sampler.batches_per_epoch * runner.max_epochs)
-        self.data = RunData(sampler, val_rows, answers=Counter(), total_steps=total, bad_rows=bad_rows)
+        self.data = RunData(
+            sampler, val_rows, answers=Counter(), total_steps=total, bad_rows=bad_rows
+        )
         self.progress = RunProgress(StatusFile(run_dir), console=Console(file=io.StringIO()))
         self.log = RunLog(self.config, run_dir, "", self.progress)
         self.begun = 0  # version of a sync that is queued
@@ -288,10 +316,17 @@ class FakeRun:
         }
 
     def events(self, *kinds: str) -> list[tuple[str, int]]:
-        return [(row["kind"], row["step"]) for row in self.rows("events") if not kinds or row["kind"] in kinds]
+        return [
+            (row["kind"], row["step"])
+            for row in self.rows("events")
+            if not kinds or row["kind"] in kinds
+        ]
 
     def checkpoints(self) -> list[int]:
-        return sorted(int(path.name.split("_")[-1]) for path in (self.run_dir / "checkpoints").glob("global_step_*"))
+        return sorted(
+            int(path.name.split("_")[-1])
+            for path in (self.run_dir / "checkpoints").glob("global_step_*")
+        )
 
 
 def fake_config(run_dir: Path, *overrides: str) -> Config:

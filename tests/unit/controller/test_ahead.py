@@ -30,7 +30,9 @@ PLAIN = [APART, "runner.val_check_interval=-1", "runner.mismatch_check_interval=
 def test_a_schedule_asks_for_groups_as_far_ahead_as_it_may_and_for_none_beyond_the_end(
     tmp_path, schedule, staleness, asked
 ):
-    run = FakeRun(tmp_path, *PLAIN, f"runner.schedule={schedule}", f"runner.max_staleness={staleness}")
+    run = FakeRun(
+        tmp_path, *PLAIN, f"runner.schedule={schedule}", f"runner.max_staleness={staleness}"
+    )
     run.train()
     assert [len(groups) for groups in run.pool.asked] == asked
     assert sum(run.learner.trained, []) == sum(run.pool.asked, []), "all are trained, in order"
@@ -44,7 +46,9 @@ class Slow(FakePool):
     def __init__(self, seed: int, late: float) -> None:
         super().__init__()
         self.random, self.late = random.Random(seed), late
-        self.waiting: list[tuple[int, int, Submission, tuple]] = []  # first sync after which it may arrive, number, …
+        self.waiting: list[
+            tuple[int, int, Submission, tuple]
+        ] = []  # first sync after which it may arrive, number, …
 
     def submit(self, tasks, events=None):
         done = super().submit(tasks, SimpleQueue())
@@ -52,7 +56,14 @@ class Slow(FakePool):
         self.alive -= {task.group_id for task in tasks}  # until they have arrived
         for _ in tasks:
             wait = self.random.randint(1, 3) if self.random.random() < self.late else 0
-            self.waiting.append((len(self.versions) + wait, self.random.randrange(99), submission, done.events.get()))
+            self.waiting.append(
+                (
+                    len(self.versions) + wait,
+                    self.random.randrange(99),
+                    submission,
+                    done.events.get(),
+                )
+            )
         return submission
 
     def close(self, closed):
@@ -76,18 +87,35 @@ class Slow(FakePool):
 @pytest.mark.parametrize("stale_groups", ["wait", "drop"])
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_nothing_is_trained_staler_than_the_bound_however_late_groups_come(tmp_path, schedule, staleness, stale_groups):
+def test_nothing_is_trained_staler_than_the_bound_however_late_groups_come(
+    tmp_path, schedule, staleness, stale_groups
+):
     for seed in range(3):
-        keys = f"runner.schedule={schedule}", f"runner.max_staleness={staleness}", f"runner.stale_groups={stale_groups}"
+        keys = (
+            f"runner.schedule={schedule}",
+            f"runner.max_staleness={staleness}",
+            f"runner.stale_groups={stale_groups}",
+        )
         pool = Slow(seed, late=0.3)
-        run = FakeRun(tmp_path / str(seed), *PLAIN, *keys, "runner.max_steps=9", "runner.save_interval=-1", pool=pool)
+        run = FakeRun(
+            tmp_path / str(seed),
+            *PLAIN,
+            *keys,
+            "runner.max_steps=9",
+            "runner.save_interval=-1",
+            pool=pool,
+        )
         run.train()
         rows = run.rows()
         assert [row["step"] for row in rows] == list(range(1, 10))
         assert max(row["schedule/staleness_max"] for row in rows) <= staleness
         for row in rows:
-            assert sum(row[f"schedule/groups_{k}_behind"] for k in range(staleness + 1)) == pytest.approx(1)
-            assert sum(row[f"schedule/tokens_{k}_behind"] for k in range(staleness + 1)) == pytest.approx(1)
+            assert sum(
+                row[f"schedule/groups_{k}_behind"] for k in range(staleness + 1)
+            ) == pytest.approx(1)
+            assert sum(
+                row[f"schedule/tokens_{k}_behind"] for k in range(staleness + 1)
+            ) == pytest.approx(1)
         lines = run.rows("ledger")
         trained = [group for line in lines for group in line["groups"]]
         stale = [group for line in lines for group in line.get("stale_groups", ())]
@@ -113,13 +141,16 @@ def test_a_run_that_is_told_to_stop_asks_again_for_what_was_under_way(tmp_path, 
         run.train()
     except Interrupted:
         state = (
-            RunState.read(tmp_path / f"checkpoints/global_step_{run.checkpoints()[-1]}") if run.checkpoints() else None
+            RunState.read(tmp_path / f"checkpoints/global_step_{run.checkpoints()[-1]}")
+            if run.checkpoints()
+            else None
         )
         run = FakeRun(tmp_path, *overrides)
         run.train()
         if state:
             assert (
-                run.pool.asked[0] == [f"train-{step}-{number}" for step, number, _, _ in state.open] or not state.open
+                run.pool.asked[0] == [f"train-{step}-{number}" for step, number, _, _ in state.open]
+                or not state.open
             )
     whole = FakeRun(tmp_path / "whole", *overrides)
     whole.train()
@@ -131,8 +162,12 @@ def test_a_run_that_is_told_to_stop_asks_again_for_what_was_under_way(tmp_path, 
     assert len(set(groups)) == len(groups) == 24
 
 
-@pytest.mark.parametrize(("schedule", "staleness"), [("async", 1), ("async", 0), ("one_step_off", 1), ("sync", 0)])
-def test_a_run_resumed_with_less_room_trains_on_every_group_that_was_open(tmp_path, schedule, staleness):
+@pytest.mark.parametrize(
+    ("schedule", "staleness"), [("async", 1), ("async", 0), ("one_step_off", 1), ("sync", 0)]
+)
+def test_a_run_resumed_with_less_room_trains_on_every_group_that_was_open(
+    tmp_path, schedule, staleness
+):
     """12 groups are open when the run stops: more than a step, or the smaller bound, has room for."""
     ahead = *PLAIN, "runner.schedule=async", "runner.max_staleness=3", "runner.save_interval=1"
 
@@ -158,7 +193,9 @@ def test_a_run_resumed_with_less_room_trains_on_every_group_that_was_open(tmp_pa
     assert not any(line.get("stale_groups") or line.get("dropped_groups") for line in lines)
     whole = FakeRun(tmp_path / "whole", *PLAIN)
     whole.train()
-    trained, undisturbed = ([row for line in one.rows("ledger") for row in line["rows"]] for one in (run, whole))
+    trained, undisturbed = (
+        [row for line in one.rows("ledger") for row in line["rows"]] for one in (run, whole)
+    )
     assert sorted(trained) == sorted(undisturbed), "no row of the data is skipped"
 
 
@@ -179,11 +216,21 @@ class FirstGroupTwice(FakePool):
 @pytest.mark.parametrize("schedule", ["sync", "async"])
 def test_a_group_that_comes_again_before_ties_are_sorted_out_is_sorted_out_once(tmp_path, schedule):
     dynamic = "algorithm.dynamic_sampling.enable=true", "algorithm.dynamic_sampling.max_rounds=2"
-    keys = f"runner.schedule={schedule}", "runner.max_staleness=2", "runner.save_interval=-1", *dynamic
+    keys = (
+        f"runner.schedule={schedule}",
+        "runner.max_staleness=2",
+        "runner.save_interval=-1",
+        *dynamic,
+    )
     run = FakeRun(tmp_path, *PLAIN, *keys, pool=FirstGroupTwice())
     run.train()
     lines = run.rows("ledger")
-    groups = [group for line in lines for name in ("groups", "dropped_groups") for group in line.get(name, ())]
+    groups = [
+        group
+        for line in lines
+        for name in ("groups", "dropped_groups")
+        for group in line.get(name, ())
+    ]
     assert len(groups) == len(set(groups)) and all(len(line["groups"]) == 4 for line in lines)
 
 
@@ -200,13 +247,26 @@ def work_of_a_step(tmp_path, groups, monkeypatch):
         return due_of(self, version)
 
     monkeypatch.setattr(Ahead, "_due_of", counted)
-    keys = "runner.schedule=async", "runner.max_staleness=2", "runner.max_steps=6", "runner.save_interval=-1"
-    run = FakeRun(tmp_path / str(groups), *PLAIN, *keys, "data.rollout_batch_size=4", pool=NewestFirst())
+    keys = (
+        "runner.schedule=async",
+        "runner.max_staleness=2",
+        "runner.max_steps=6",
+        "runner.save_interval=-1",
+    )
+    run = FakeRun(
+        tmp_path / str(groups), *PLAIN, *keys, "data.rollout_batch_size=4", pool=NewestFirst()
+    )
     run.config.data.rollout_batch_size = groups
-    run.data = replace(run.data, sampler=EpochSampler(range(8 * groups), groups, shuffle=True, seed=1), total_steps=6)
+    run.data = replace(
+        run.data,
+        sampler=EpochSampler(range(8 * groups), groups, shuffle=True, seed=1),
+        total_steps=6,
+    )
     run.train()
     monkeypatch.undo()
-    assert len(run.learner.trained) == 6 and all(len(trained) == groups for trained in run.learner.trained)
+    assert len(run.learner.trained) == 6 and all(
+        len(trained) == groups for trained in run.learner.trained
+    )
     return looks
 
 
@@ -220,7 +280,9 @@ class NewestFirst(Slow):
     def arrive(self):
         if self.waiting:
             _, _, submission, (summary, group) = self.waiting.pop()
-            submission.events.put(GroupArrived(replace(summary, version_tokens={summary.min_version: 1}), group))
+            submission.events.put(
+                GroupArrived(replace(summary, version_tokens={summary.min_version: 1}), group)
+            )
             submission.arrived.add(summary.id)
             self.alive.add(summary.id)
 
@@ -231,7 +293,9 @@ def test_the_work_of_choosing_groups_grows_with_their_number_not_its_square(tmp_
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
-def test_a_validation_ends_before_engines_get_other_weights_and_its_step_has_its_metrics(tmp_path, schedule):
+def test_a_validation_ends_before_engines_get_other_weights_and_its_step_has_its_metrics(
+    tmp_path, schedule
+):
     order: list[tuple] = []
 
     class Run(FakeRun):
@@ -258,9 +322,14 @@ def test_a_validation_ends_before_engines_get_other_weights_and_its_step_has_its
     run.learner.update = lambda step, *rest: order.append(("train", step)) or update(step, *rest)
     run.train()
     steps = [row["step"] for row in run.rows()]
-    assert steps == list(range(7)) and [row["step"] for row in run.rows() if "val/accuracy" in row] == [0, 2, 4, 6]
+    assert steps == list(range(7)) and [
+        row["step"] for row in run.rows() if "val/accuracy" in row
+    ] == [0, 2, 4, 6]
     for step in (0, 2, 4):
-        begun, ended = order.index(("validate", f"val-{step}-0")), order.index(("validated", f"val-{step}-0"))
+        begun, ended = (
+            order.index(("validate", f"val-{step}-0")),
+            order.index(("validated", f"val-{step}-0")),
+        )
         assert begun < order.index(("train", step + 1)) < ended < order.index(("sync", step + 1))
         assert not step or begun > order.index(("sync", step))
     assert not run.pool.alive

@@ -26,12 +26,22 @@ def rows(n, kind="not an image", start=0, reason="…"):
 def test_a_row_is_recorded_once_with_its_first_reason(tmp_path):
     bad = BadRows(tmp_path, 0.5, {"train": 10, "val": 5})
     bad.add("train", [])
-    assert bad.counts() == {"train": 0, "val": 0} and bad.table("train") == "" and not bad.path.exists()
+    assert (
+        bad.counts() == {"train": 0, "val": 0}
+        and bad.table("train") == ""
+        and not bad.path.exists()
+    )
     bad.add("train", [BadRow("answer missing", "t:3", "column 'answer' is empty")])
     bad.add("train", [BadRow("TimeoutError", "t:3", "later")], step=7)
     bad.add("val", [BadRow("TimeoutError", "t:3", "300 s")] * 2, step=7)
     assert lines(tmp_path) == [
-        {"step": 0, "split": "train", "kind": "answer missing", "id": "t:3", "reason": "column 'answer' is empty"},
+        {
+            "step": 0,
+            "split": "train",
+            "kind": "answer missing",
+            "id": "t:3",
+            "reason": "column 'answer' is empty",
+        },
         {"step": 7, "split": "val", "kind": "TimeoutError", "id": "t:3", "reason": "300 s"},
     ]
     assert bad.counts() == {"train": 1, "val": 1}
@@ -50,7 +60,9 @@ def test_lines_are_on_the_disk_when_add_returns(tmp_path, monkeypatch):
     synced = []
     fsync = os.fsync
     monkeypatch.setattr(
-        os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size) or fsync(descriptor)
+        os,
+        "fsync",
+        lambda descriptor: synced.append(os.fstat(descriptor).st_size) or fsync(descriptor),
     )
     bad = BadRows(tmp_path, 1.0, {"train": 1000})
     bad.add("train", rows(500))
@@ -65,7 +77,9 @@ def test_a_resumed_run_counts_no_row_twice(tmp_path):
     with before.path.open("a") as file:
         file.write('{"step": 6, "spl')  # torn by a crash
     after = BadRows(tmp_path, 1.0, {"train": 10})
-    assert after.counts() == {"train": 1}  # what the filter found it finds again, unless it was repaired
+    assert after.counts() == {
+        "train": 1
+    }  # what the filter found it finds again, unless it was repaired
     after.add("train", rows(1))
     after.add("train", rows(1, "TimeoutError", start=5), step=6)
     assert after.counts() == {"train": 2}
@@ -74,7 +88,9 @@ def test_a_resumed_run_counts_no_row_twice(tmp_path):
 
 def test_groups_that_failed_are_recorded_with_kind_and_reason(tmp_path):
     def summary(name, *errors):
-        made = GroupSummary.of(tiny.group(default_rng(0), [], [2] * len(errors), name), tiny.IMAGE_ID)
+        made = GroupSummary.of(
+            tiny.group(default_rng(0), [], [2] * len(errors), name), tiny.IMAGE_ID
+        )
         return dataclasses.replace(made, errors=errors)
 
     bad = BadRows(tmp_path, 1.0, {"train": 10})
@@ -85,7 +101,9 @@ def test_groups_that_failed_are_recorded_with_kind_and_reason(tmp_path):
         summary("d", "environment: 'maze' failed: KeyError: 'x'", "no kind"),
     ]
     bad.add_failed("train", summaries, 4)
-    assert [(line["id"], line["kind"], line["reason"], line["step"]) for line in lines(tmp_path)] == [
+    assert [
+        (line["id"], line["kind"], line["reason"], line["step"]) for line in lines(tmp_path)
+    ] == [
         ("b", "image can't be decoded", "a: b", 4),
         ("d", "no kind", "no kind", 4),
     ]
@@ -93,7 +111,10 @@ def test_groups_that_failed_are_recorded_with_kind_and_reason(tmp_path):
 
 def test_the_table_is_sorted_by_how_many_and_shows_the_first_of_each(tmp_path):
     bad = BadRows(tmp_path, 1.0, {"train": 100, "val": 1})
-    bad.add("train", rows(1, "answer missing", 50, "column 'answer' is empty") + rows(4, reason="x" * 200))
+    bad.add(
+        "train",
+        rows(1, "answer missing", 50, "column 'answer' is empty") + rows(4, reason="x" * 200),
+    )
     bad.add("val", rows(1, "TimeoutError"))
     assert bad.table("train").splitlines() == [
         f"     4  not an image    t:0: {'x' * 99}…",

@@ -33,7 +33,8 @@ def test_usual_columns_are_taken_where_they_group_rows(config):
 def test_columns_that_are_asked_for_are_taken_as_they_are(config):
     assert columns_of(config, ["difficulty"]) == {"difficulty": [*range(60), 0, 1]}
     with pytest.raises(
-        ConfigError, match="--by level: no such column .* columns are answer, category, difficulty, problem"
+        ConfigError,
+        match="--by level: no such column .* columns are answer, category, difficulty, problem",
     ):
         columns_of(config, ["level"])
 
@@ -44,6 +45,9 @@ def test_a_checkpoint_that_can_not_be_read_is_told_and_leaves_nothing(tmp_path, 
     (folder / "actor/.metadata").write_bytes(b"torn")
     (folder / "controller.json").write_text(json.dumps({"step": 1}))
     save_config(config, tmp_path / "run/config.yaml")
-    with pytest.raises(RunError, match="global_step_1 can't be read"), exported(folder, tmp_path, "fp32"):
+    with (
+        pytest.raises(RunError, match="global_step_1 can't be read"),
+        exported(folder, tmp_path, "fp32"),
+    ):
         raise AssertionError("never here")
     assert not list(tmp_path.glob(".model-*"))

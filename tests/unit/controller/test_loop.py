@@ -43,7 +43,9 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])
-def test_a_validation_is_of_the_weights_of_its_step_whatever_the_interval_of_syncs(folder, schedule):
+def test_a_validation_is_of_the_weights_of_its_step_whatever_the_interval_of_syncs(
+    folder, schedule
+):
     run = FakeRun(
         folder,
         f"runner.schedule={schedule}",
@@ -61,7 +63,12 @@ def test_a_validation_is_of_the_weights_of_its_step_whatever_the_interval_of_syn
 def test_failed_answers_count_in_the_accuracy_of_a_validation(folder):
     """Of 8 problems, 2 fail in their environment: one row's answer can't make up for another's."""
     run = FakeRun(folder, "runner.max_steps=2")
-    failed = {"errors": ("environment: it hangs",), "rewards": [0.0], "correct": (False,), "statuses": ("error",)}
+    failed = {
+        "errors": ("environment: it hangs",),
+        "rewards": [0.0],
+        "correct": (False,),
+        "statuses": ("error",),
+    }
     right = {"rewards": [1.0]}
     for step in (0, 2):
         run.pool.changes |= {f"val-{step}-{k}": dict(failed if k < 2 else right) for k in range(8)}
@@ -80,7 +87,10 @@ def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     assert [step for step, row in rows.items() if "val/accuracy" in row] == [0, 2, 4, 5]
     assert rows[0].keys() == {
         "step",
-        *(f"val/{n}" for n in "accuracy accuracy_answered problems errors ungradable response_length_mean".split()),
+        *(
+            f"val/{n}"
+            for n in "accuracy accuracy_answered problems errors ungradable response_length_mean".split()
+        ),
     }
     assert run.pool.versions == [2, 4, 5], "engines have the weights of the start before"
     assert run.checkpoints() == [3, 5]
@@ -91,13 +101,25 @@ def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     assert [row["groups"][0] for row in ledger] == [f"train-{step}-0" for step in range(1, 6)]
     assert len({row for step in ledger for row in step["rows"]}) == 20
     checked = [step for step, row in rows.items() if "mismatch/one_image" in row]
-    assert checked == [1] == run.learner.checked, "step 4 has groups from older weights than the learner's"
-    assert rows[5]["data/epoch"] == 0 and rows[5]["data/bad_rows"] == rows[5]["rollout/worker_restarts"] == 0
+    assert checked == [1] == run.learner.checked, (
+        "step 4 has groups from older weights than the learner's"
+    )
+    assert (
+        rows[5]["data/epoch"] == 0
+        and rows[5]["data/bad_rows"] == rows[5]["rollout/worker_restarts"] == 0
+    )
     phases = {"time/step", "time/generate", "time/train"}
     assert phases | {"time/validate", "time/sync", "time/checkpoint"} <= rows[5].keys()
-    assert phases | {"time/validate", "time/sync"} <= rows[4].keys() and "time/checkpoint" not in rows[4]
+    assert (
+        phases | {"time/validate", "time/sync"} <= rows[4].keys()
+        and "time/checkpoint" not in rows[4]
+    )
     assert phases | {"time/check"} <= rows[1].keys()
-    assert phases <= rows[3].keys() and "time/sync" not in rows[3] and rows[3]["time/step"] > rows[3]["time/train"]
+    assert (
+        phases <= rows[3].keys()
+        and "time/sync" not in rows[3]
+        and rows[3]["time/step"] > rows[3]["time/train"]
+    )
     while (status := read_status(folder))["step"] < 5:  # written in a moment
         time.sleep(0.01)
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 5, 5)
@@ -116,7 +138,9 @@ def test_what_a_checkpoint_holds_is_the_run_after_its_step(folder):
     run.train()
     state = RunState.read(folder / "checkpoints/global_step_3")
     assert (state.step, state.bad_steps, state.sampler) == (3, 0, {"epoch": 0, "rows": 12})
-    assert state.accuracies == {row["step"]: row["val/accuracy"] for row in run.rows()[:4] if "val/accuracy" in row}
+    assert state.accuracies == {
+        row["step"]: row["val/accuracy"] for row in run.rows()[:4] if "val/accuracy" in row
+    }
     logged = run.rows()[3]
     assert {name: logged[name] for name in state.metrics} == state.metrics
     written = json.loads((folder / "checkpoints/global_step_3/controller.json").read_text())
@@ -125,20 +149,32 @@ def test_what_a_checkpoint_holds_is_the_run_after_its_step(folder):
 
 def test_a_checkpoint_of_the_first_release_loads(folder):
     """Its `controller.json`, as it was written."""
-    old = {"step": 2, "sampler": {"epoch": 0, "rows": 8}, "best": {"val/accuracy": 0.25, "step": 0}, "bad_steps": 1}
+    old = {
+        "step": 2,
+        "sampler": {"epoch": 0, "rows": 8},
+        "best": {"val/accuracy": 0.25, "step": 0},
+        "bad_steps": 1,
+    }
     path = folder / "old"
     (path / "actor").mkdir(parents=True)
-    (path / "controller.json").write_text(json.dumps(old | {"metrics": {"reward/mean": 0.5}}, indent=1))
+    (path / "controller.json").write_text(
+        json.dumps(old | {"metrics": {"reward/mean": 0.5}}, indent=1)
+    )
     (path / "actor/weight.json").write_text("0.125")
     run = FakeRun(folder, start=path)
     run.train()
     rows = run.rows()
-    assert [row["step"] for row in rows] == [2, 3, 4, 5, 6] and rows[0] == {"step": 2, "reward/mean": 0.5}
+    assert [row["step"] for row in rows] == [2, 3, 4, 5, 6] and rows[0] == {
+        "step": 2,
+        "reward/mean": 0.5,
+    }
     assert run.pool.versions[0] == 2 and run.events() == [("resumed", 2)]
 
 
 @pytest.mark.parametrize("call", range(10))
-def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_nothing_had_been(undisturbed, folder, call):
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_nothing_had_been(
+    undisturbed, folder, call
+):
     """In each of its rollouts, four of them validations: `RolloutPool` asks between two groups."""
 
     def strike(calls):
@@ -155,12 +191,18 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_nothing_had_been(und
     assert run.checkpoints()[-1:] == ([done] if done else [])
     (message,) = [row["message"] for row in run.rows("events") if row["kind"] == "interrupted"]
     assert message.startswith("stopped by SIGTERM; ")
-    assert ("runner.resume_dir=auto" in message) == (done > 0) != ("nothing was trained yet" in message)
+    assert (
+        ("runner.resume_dir=auto" in message)
+        == (done > 0)
+        != ("nothing was trained yet" in message)
+    )
     again = FakeRun(folder)
     again.train()
     metrics = again.metrics()
     if validating:  # the step's own validation was given up with it
-        metrics[done] |= {name: value for name, value in undisturbed[done].items() if name.startswith("val/")}
+        metrics[done] |= {
+            name: value for name, value in undisturbed[done].items() if name.startswith("val/")
+        }
     assert metrics == undisturbed
 
 
@@ -188,12 +230,16 @@ def test_a_run_whose_learner_is_lost_goes_back_and_ends_the_same(undisturbed, fo
     assert run.metrics() == undisturbed
     back = 3 * ((step - 1) // 3)
     assert run.events() == [("actors_restarted", step), *([("resumed", back)] if back else [])]
-    assert run.pool.versions == [*range(1, step), back, *range(back + 1, 7)], "engines must forget the lost weights"
+    assert run.pool.versions == [*range(1, step), back, *range(back + 1, 7)], (
+        "engines must forget the lost weights"
+    )
     assert [row["step"] for row in run.rows("ledger")] == [1, 2, 3, 4, 5, 6]
     assert read_status(folder)["workers"][0]["restarts"] == 1 == run.rows()[-1]["actor/restarts"]
 
 
-def test_a_crash_between_a_checkpoint_and_its_log_line_loses_no_line(undisturbed, folder, monkeypatch):
+def test_a_crash_between_a_checkpoint_and_its_log_line_loses_no_line(
+    undisturbed, folder, monkeypatch
+):
     run = FakeRun(folder)
     end_step = run.log.end_step
 
@@ -221,7 +267,9 @@ def test_a_run_that_starts_from_anothers_checkpoint_goes_on_from_there(undisturb
     assert f"runner.resume_dir={source}" in run.rows("events")[-1]["message"]
     run.stop.number = None
     run.train()
-    assert {step: run.metrics()[step] for step in (3, 4, 5, 6)} == {step: undisturbed[step] for step in (3, 4, 5, 6)}
+    assert {step: run.metrics()[step] for step in (3, 4, 5, 6)} == {
+        step: undisturbed[step] for step in (3, 4, 5, 6)
+    }
 
 
 def test_nothing_is_left_of_a_run_that_is_done(undisturbed, whole, caplog):
@@ -237,14 +285,20 @@ def test_groups_that_died_with_their_worker_are_sampled_again(undisturbed, folde
     run.learner.lost = [[], [1, 3], [3]]
     run.train()
     assert run.events() == [("groups_lost", 2), ("groups_lost", 2)]
-    assert run.pool.asked[2:5] == [[f"train-2-{k}" for k in range(4)], ["train-2-1", "train-2-3"], ["train-2-3"]]
+    assert run.pool.asked[2:5] == [
+        [f"train-2-{k}" for k in range(4)],
+        ["train-2-1", "train-2-3"],
+        ["train-2-3"],
+    ]
     assert run.metrics() == undisturbed and not run.pool.alive
 
 
 def test_steps_whose_gradient_is_not_finite_are_counted_and_a_few_in_a_row_end_the_run(folder):
     run = FakeRun(folder, "runner.max_bad_steps=2", "runner.save_interval=1")
     run.learner.strike = lambda step: SKIPPED if step in (2, 4, 5) else None
-    with pytest.raises(TooManyBadSteps, match=r"2 steps in a row .*runner\.max_bad_steps.*global_step_4"):
+    with pytest.raises(
+        TooManyBadSteps, match=r"2 steps in a row .*runner\.max_bad_steps.*global_step_4"
+    ):
         run.train()
     assert [row.get("actor/skipped_steps") for row in run.rows()] == [None, 0, 1, 0, 1]
     assert run.rows()[2]["actor/grad_norm"] is None
@@ -260,7 +314,11 @@ def test_bad_steps_before_a_stop_still_count_after_it(folder):
     run = FakeRun(folder, "runner.max_bad_steps=2", learner=FakeLearner(told_to_stop))
     with pytest.raises(Interrupted):
         run.train()
-    again = FakeRun(folder, "runner.max_bad_steps=2", learner=FakeLearner(lambda step: SKIPPED if step == 4 else None))
+    again = FakeRun(
+        folder,
+        "runner.max_bad_steps=2",
+        learner=FakeLearner(lambda step: SKIPPED if step == 4 else None),
+    )
     with pytest.raises(TooManyBadSteps):
         again.train()
 
@@ -270,7 +328,10 @@ def test_a_checkpoint_that_fails_is_an_event_and_only_the_last_one_ends_the_run(
     run.learner.strike = lambda step: setattr(run.learner, "disk_full", step in (2, 6))
     with pytest.raises(CheckpointFailed, match="step 6 .*The last good one is .*global_step_4"):
         run.train()
-    assert run.events() == [("checkpoint_failed", 2), ("checkpoint_failed", 6)] and run.checkpoints() == [4]
+    assert run.events() == [
+        ("checkpoint_failed", 2),
+        ("checkpoint_failed", 6),
+    ] and run.checkpoints() == [4]
     assert [row["step"] for row in run.rows()] == [0, 1, 2, 3, 4, 5]
 
 
@@ -282,11 +343,17 @@ def test_a_blind_engine_ends_the_run_before_it_trains(folder):
     assert run.learner.weight == START and run.learner.checked == [1]
 
 
-@pytest.mark.parametrize(("interval", "checked", "logged"), [(4, [4], True), (5, [4, 5], False), (-1, [], False)])
+@pytest.mark.parametrize(
+    ("interval", "checked", "logged"), [(4, [4], True), (5, [4, 5], False), (-1, [], False)]
+)
 def test_a_resumed_run_checks_its_engine_at_once_but_logs_what_one_never_stopped_logs(
     whole, folder, interval, checked, logged
 ):
-    run = FakeRun(folder, f"runner.mismatch_check_interval={interval}", start=whole / "checkpoints/global_step_3")
+    run = FakeRun(
+        folder,
+        f"runner.mismatch_check_interval={interval}",
+        start=whole / "checkpoints/global_step_3",
+    )
     run.train()
     assert run.learner.checked == checked
     assert ("mismatch/one_image" in run.metrics()[4]) == logged
@@ -312,7 +379,9 @@ def test_faults_of_the_engine_are_events_and_a_step_without_any_trajectory_ends_
     run = FakeRun(folder)
     run.pool.changes["train-2-1"] = {"errors": ("engine: timed out", None, None, None)}
     run.pool.changes |= {f"train-4-{k}": {"errors": ("answer unusable: x",) * 4} for k in range(4)}
-    with pytest.raises(RunError, match="step 4: every trajectory failed; the first reason: answer unusable: x"):
+    with pytest.raises(
+        RunError, match="step 4: every trajectory failed; the first reason: answer unusable: x"
+    ):
         run.train()
     assert run.events() == [("trajectories_failed", 2)]
 
@@ -368,19 +437,41 @@ def test_groups_that_tie_are_replaced_by_groups_of_further_rows(folder):
     run = FakeRun(folder, DYNAMIC, pool=Tying())
     run.train()
     for row, line in zip(run.rows()[1:], run.rows("ledger"), strict=True):
-        asked = [group for groups in run.pool.asked for group in groups if group.startswith(f"train-{row['step']}-")]
-        assert asked == [f"train-{row['step']}-{k}" for k in range(len(asked))], "each is drawn once, in order"
-        assert row["rollout/generated_groups"] == len(asked) == len(line["groups"]) + len(line["dropped_groups"])
-        assert sorted(line["groups"] + line["dropped_groups"]) == sorted(asked) and len(line["groups"]) == 4
+        asked = [
+            group
+            for groups in run.pool.asked
+            for group in groups
+            if group.startswith(f"train-{row['step']}-")
+        ]
+        assert asked == [f"train-{row['step']}-{k}" for k in range(len(asked))], (
+            "each is drawn once, in order"
+        )
+        assert (
+            row["rollout/generated_groups"]
+            == len(asked)
+            == len(line["groups"]) + len(line["dropped_groups"])
+        )
+        assert (
+            sorted(line["groups"] + line["dropped_groups"]) == sorted(asked)
+            and len(line["groups"]) == 4
+        )
         tied = sum(r % 3 > 0 for r in line["rows"])
-        assert row["rollout/tied_groups_trained"] == tied and (not tied or row["rollout/rounds"] == 4)
-        assert not tied or all(r % 3 for r in line["dropped_rows"]), "nothing that teaches is dropped for what does not"
-        assert row["reward/zero_std_groups"] == sum(r % 3 > 0 for r in line["rows"] + line["dropped_rows"])
+        assert row["rollout/tied_groups_trained"] == tied and (
+            not tied or row["rollout/rounds"] == 4
+        )
+        assert not tied or all(r % 3 for r in line["dropped_rows"]), (
+            "nothing that teaches is dropped for what does not"
+        )
+        assert row["reward/zero_std_groups"] == sum(
+            r % 3 > 0 for r in line["rows"] + line["dropped_rows"]
+        )
     lines = run.rows("ledger")
     taken = [r for line in lines for r in line["rows"] + line["dropped_rows"]]
     assert sum(row["rollout/rounds"] > 1 for row in run.rows()[1:]) > 3
     state = RunState.read(folder / "checkpoints/global_step_6")
-    assert state.sampler["epoch"] * 40 + state.sampler["rows"] == len(taken), "rows of all rounds are handed out"
+    assert state.sampler["epoch"] * 40 + state.sampler["rows"] == len(taken), (
+        "rows of all rounds are handed out"
+    )
     assert {taken.count(r) for r in range(40)} <= {len(taken) // 40, len(taken) // 40 + 1}
     assert not run.pool.alive, "a dropped group was not released"
 
@@ -401,21 +492,35 @@ def test_dynamic_sampling_goes_on_as_if_nothing_had_been(folder, call, tmp_path_
         run.train()
     again = FakeRun(folder, DYNAMIC, pool=Tying())
     again.train()
-    plain = {step: {k: v for k, v in row.items() if not k.startswith("val/")} for step, row in again.metrics().items()}
+    plain = {
+        step: {k: v for k, v in row.items() if not k.startswith("val/")}
+        for step, row in again.metrics().items()
+    }
     assert plain == {
-        step: {k: v for k, v in row.items() if not k.startswith("val/")} for step, row in whole.metrics().items()
+        step: {k: v for k, v in row.items() if not k.startswith("val/")}
+        for step, row in whole.metrics().items()
     }
     assert again.rows("ledger") == whole.rows("ledger")
 
 
 def test_where_every_group_ties_a_step_trains_on_the_first_ones(folder):
     pool = Tying()
-    pool.changes = {f"train-{step}-{k}": {"rewards": (1.0,) * 4} for step in (1, 2) for k in range(20)}
-    run = FakeRun(folder, DYNAMIC, "algorithm.dynamic_sampling.max_rounds=3", "runner.max_steps=2", pool=pool)
+    pool.changes = {
+        f"train-{step}-{k}": {"rewards": (1.0,) * 4} for step in (1, 2) for k in range(20)
+    }
+    run = FakeRun(
+        folder, DYNAMIC, "algorithm.dynamic_sampling.max_rounds=3", "runner.max_steps=2", pool=pool
+    )
     run.train()
     assert [row["rollout/rounds"] for row in run.rows()[1:]] == [3, 3]
-    assert [line["groups"] for line in run.rows("ledger")] == [[f"train-{s}-{k}" for k in range(4)] for s in (1, 2)]
+    assert [line["groups"] for line in run.rows("ledger")] == [
+        [f"train-{s}-{k}" for k in range(4)] for s in (1, 2)
+    ]
     assert run.events("groups_tie") == [("groups_tie", 1), ("groups_tie", 2)]
     plain = FakeRun(folder / "plain", "runner.max_steps=1")
     plain.train()
-    assert "rollout/rounds" not in plain.rows()[1] and set(plain.rows("ledger")[0]) == {"step", "groups", "rows"}
+    assert "rollout/rounds" not in plain.rows()[1] and set(plain.rows("ledger")[0]) == {
+        "step",
+        "groups",
+        "rows",
+    }

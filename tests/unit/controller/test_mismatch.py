@@ -8,7 +8,12 @@ from rlinf_vl.types import GroupSummary
 
 
 def test_agreement_is_reported_per_image_count():
-    scores = [Score(0, 10, 1e-5, 1e-5), Score(1, 10, 2e-5, 8.0), Score(3, 5, 2e-5, 4.0), Score(1, 30, 2e-5, 2.0)]
+    scores = [
+        Score(0, 10, 1e-5, 1e-5),
+        Score(1, 10, 2e-5, 8.0),
+        Score(3, 5, 2e-5, 4.0),
+        Score(1, 30, 2e-5, 2.0),
+    ]
     metrics = judge(scores, "fp32")
     assert metrics["mismatch/no_image"] == pytest.approx(1e-6)
     assert metrics["mismatch/one_image"] == pytest.approx(1e-6)
@@ -53,7 +58,14 @@ def test_picks_cover_every_class_and_skip_what_has_no_tokens():
             tuple(errors or (None,) * n), 0, 0, images, 4 * images, {},
         )  # fmt: skip
 
-    summaries = [summary(1, [3, 3])] * 10 + [summary(0, [0, 4]), summary(2, [2], ["bad"]), summary(2, [6])]
+    summaries = [summary(1, [3, 3])] * 10 + [
+        summary(0, [0, 4]),
+        summary(2, [2], ["bad"]),
+        summary(2, [6]),
+    ]
     items = pick(summaries)
     assert items[-2:] == [Item(10, 1, 5, 4, 4, 0), Item(12, 0, 5, 6, 6, 8)]
-    assert [(i.group, i.index) for i in items] == [(g, 0) for g in range(PER_CLASS)] + [(10, 1), (12, 0)]
+    assert [(i.group, i.index) for i in items] == [(g, 0) for g in range(PER_CLASS)] + [
+        (10, 1),
+        (12, 0),
+    ]

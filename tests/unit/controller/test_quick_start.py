@@ -15,8 +15,14 @@ from rlinf_vl.models.families import family_of
     ("imported", "slow"),
     [
         ("rlinf_vl.controller.trajectory_writer", {"torch", "transformers", "datasets"}),
-        ("rlinf_vl.controller.run", {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"}),
-        ("rlinf_vl.controller.evaluate", {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"}),
+        (
+            "rlinf_vl.controller.run",
+            {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
+        ),
+        (
+            "rlinf_vl.controller.evaluate",
+            {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
+        ),
         ("rlinf_vl.preflight.gpu_share", {"torch", "transformers"}),
         ("rlinf_vl.toy.checkpoint", {"torch", "transformers"}),
     ],
@@ -34,7 +40,9 @@ def test_the_placeholder_of_images_is_the_checkpoints(toy_folder):
     found = image_token(load_config("toy-grpo-cpu"), str(toy_folder))
     assert found == json.loads((toy_folder / "config.json").read_text())["image_token_id"]
     family = family_of("auto", toy_folder)
-    assert AutoTokenizer.from_pretrained(toy_folder).convert_ids_to_tokens(found) == family.image_token
+    assert (
+        AutoTokenizer.from_pretrained(toy_folder).convert_ids_to_tokens(found) == family.image_token
+    )
 
 
 def test_a_checkpoint_that_does_not_say_has_its_familys_placeholder(tmp_path):

@@ -27,7 +27,9 @@ class FakeSync:
     strike = staticmethod(lambda version: None)
 
     def __init__(self, way, learner, pool, **_):
-        assert way == ("shared_memory" if len(learner.ranks) == 2 else "object_store") and learner.told == ["start"]
+        assert way == (
+            "shared_memory" if len(learner.ranks) == 2 else "object_store"
+        ) and learner.told == ["start"]
         self.learner, self.pool, self.busy = learner, pool, False
 
     def begin(self, version): ...
@@ -44,7 +46,9 @@ class FakeSync:
 class Started:
     """A run from its begin, and everybody who took part."""
 
-    def __init__(self, monkeypatch, folder, *overrides, strike=lambda step: None, sync=lambda version: None):
+    def __init__(
+        self, monkeypatch, folder, *overrides, strike=lambda step: None, sync=lambda version: None
+    ):
         self.folder, self.stop = folder, StopRequest()
         self.config = fake_config(folder, *overrides)
         self.pool, self.learners = FakePool(), []
@@ -66,7 +70,9 @@ class Started:
 
     def events(self):
         path = self.folder / "events.jsonl"
-        return [(row["kind"], row["step"]) for row in map(json.loads, path.read_text().splitlines())]
+        return [
+            (row["kind"], row["step"]) for row in map(json.loads, path.read_text().splitlines())
+        ]
 
 
 def once(*steps):
@@ -93,17 +99,23 @@ def test_a_run_starts_trains_and_ends_its_parts(monkeypatch, tmp_path, caplog):
     with caplog.at_level("INFO"):
         metrics = run()
     assert metrics["val/accuracy"] == FakeRun(tmp_path).rows()[-1]["val/accuracy"]
-    assert run.pool.told == ["stop"] and [learner.told for learner in run.learners] == [["start", "stop"]]
+    assert run.pool.told == ["stop"] and [learner.told for learner in run.learners] == [
+        ["start", "stop"]
+    ]
     assert json.loads((tmp_path / "baselines.json").read_text()) == {"always 0": 3 / 8}
     assert "training to step 6" in caplog.text and run.stop.graceful
 
 
-def test_lost_learners_are_replaced_and_the_run_ends_as_if_nothing_had_been(monkeypatch, tmp_path, undisturbed):
+def test_lost_learners_are_replaced_and_the_run_ends_as_if_nothing_had_been(
+    monkeypatch, tmp_path, undisturbed
+):
     """In step 2 there is no checkpoint yet; in step 5, that of step 3."""
     run = Started(monkeypatch, tmp_path, strike=once(2, 5))
     run()
     assert FakeRun(tmp_path).metrics() == undisturbed
-    assert [learner.told for learner in run.learners] == [["start", "kill"]] * 2 + [["start", "stop"]]
+    assert [learner.told for learner in run.learners] == [["start", "kill"]] * 2 + [
+        ["start", "stop"]
+    ]
     assert run.pool.told == ["forget weights", "forget weights", "stop"]
     assert run.pool.versions == [1, 0, 1, 2, 3, 4, 3, 4, 5, 6]
     assert run.events() == [("actors_restarted", 2), ("actors_restarted", 5), ("resumed", 3)]
@@ -116,7 +128,9 @@ def test_engines_that_may_wait_for_weights_are_replaced(monkeypatch, tmp_path, u
     assert FakeRun(tmp_path).metrics() == undisturbed
 
 
-def test_a_learner_that_dies_while_it_goes_back_counts_as_another_restart(monkeypatch, tmp_path, undisturbed):
+def test_a_learner_that_dies_while_it_goes_back_counts_as_another_restart(
+    monkeypatch, tmp_path, undisturbed
+):
     run = Started(monkeypatch, tmp_path, strike=once(2), sync=once(0))
     run()
     assert run.events() == [("actors_restarted", 2), ("actors_restarted", 0)]
@@ -128,7 +142,9 @@ def test_a_run_that_has_lost_a_node_waits_or_shrinks(monkeypatch, tmp_path, undi
     """Ray notices it late: when the ranks that start again have waited for a while."""
     run = Started(monkeypatch, tmp_path, f"cluster.on_node_loss={way}", strike=once(5))
     looks = iter([[], [1], [1], [1]])
-    monkeypatch.setattr(room, "lost_seats", lambda seats: next(looks, []) if len(seats) == 2 else [])
+    monkeypatch.setattr(
+        room, "lost_seats", lambda seats: next(looks, []) if len(seats) == 2 else []
+    )
     monkeypatch.setattr(room, "POLL_S", 0.0)
     monkeypatch.setattr(FakeLearner, "placed", lambda learner, interrupted: not interrupted())
     run()
@@ -157,7 +173,8 @@ def test_a_run_that_waits_for_a_node_can_be_stopped(monkeypatch, tmp_path):
 def test_learners_that_keep_dying_end_the_run(monkeypatch, tmp_path):
     run = Started(monkeypatch, tmp_path, "runner.max_restarts=2", strike=once(4, 4, 4))
     with pytest.raises(
-        TooManyRestarts, match=r"rank 1 died in 4.*2 times before \(runner.max_restarts\).*global_step_3"
+        TooManyRestarts,
+        match=r"rank 1 died in 4.*2 times before \(runner.max_restarts\).*global_step_3",
     ):
         run()
     assert run.pool.told.count("stop") == 0 and len(run.learners) == 3
@@ -185,7 +202,9 @@ def test_ranks_that_die_while_a_run_starts_are_replaced(monkeypatch, tmp_path, u
 
 
 def test_a_run_that_is_told_to_stop_ends_its_parts(monkeypatch, tmp_path):
-    run = Started(monkeypatch, tmp_path, strike=lambda step: setattr(run.stop, "number", signal.SIGTERM))
+    run = Started(
+        monkeypatch, tmp_path, strike=lambda step: setattr(run.stop, "number", signal.SIGTERM)
+    )
     with pytest.raises(Interrupted):
         run()
     assert run.pool.told == ["stop"] and run.learners[0].told == ["start", "stop"]

@@ -51,7 +51,9 @@ class SlowLearner(FakeLearner):
         return super().write(folder)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_which_is_of_its_own_step(tmp_path, undisturbed):
+def test_training_goes_on_while_a_checkpoint_is_written_which_is_of_its_own_step(
+    tmp_path, undisturbed
+):
     run = FakeRun(tmp_path, ASYNC, "runner.save_interval=2", learner=SlowLearner(until=4))
     run.train()
     assert run.metrics() == undisturbed and run.learner.written[0] >= 4
@@ -76,7 +78,9 @@ def test_at_the_end_a_run_waits_for_its_last_checkpoint_which_must_not_fail(tmp_
     assert run.events()[-1] == ("checkpoint_failed", 6)
 
 
-def test_a_checkpoint_that_fails_meanwhile_is_an_event_and_the_next_one_is_tried(tmp_path, undisturbed):
+def test_a_checkpoint_that_fails_meanwhile_is_an_event_and_the_next_one_is_tried(
+    tmp_path, undisturbed
+):
     learner = SlowLearner(until=3)
     learner.disk = lambda: setattr(learner, "disk_full", len(learner.written) == 1)
     run = FakeRun(tmp_path, ASYNC, "runner.save_interval=2", learner=learner)
@@ -86,7 +90,9 @@ def test_a_checkpoint_that_fails_meanwhile_is_an_event_and_the_next_one_is_tried
     assert run.metrics() == undisturbed
 
 
-def test_a_checkpoint_whose_state_can_not_be_copied_is_an_event_and_the_next_one_is_tried(tmp_path, undisturbed):
+def test_a_checkpoint_whose_state_can_not_be_copied_is_an_event_and_the_next_one_is_tried(
+    tmp_path, undisturbed
+):
     run = FakeRun(tmp_path, "runner.save_interval=2")
     stage = run.learner.stage
 
@@ -154,9 +160,15 @@ def test_a_person_in_a_hurry_does_not_wait_for_a_disk(tmp_path):
 
 
 def test_the_best_checkpoint_stays(tmp_path):
-    run = FakeRun(tmp_path, ASYNC, "runner.save_interval=2", "runner.keep_last=1", "runner.keep_best=1")
+    run = FakeRun(
+        tmp_path, ASYNC, "runner.save_interval=2", "runner.keep_last=1", "runner.keep_best=1"
+    )
     run.train()
-    accuracies = {row["step"]: row["val/accuracy"] for row in run.rows() if row["step"] and "val/accuracy" in row}
+    accuracies = {
+        row["step"]: row["val/accuracy"]
+        for row in run.rows()
+        if row["step"] and "val/accuracy" in row
+    }
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     assert run.checkpoints() == sorted({best, 6})
     assert RunState.read(find_checkpoint(tmp_path, "auto")).accuracies.items() >= accuracies.items()

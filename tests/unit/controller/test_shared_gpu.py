@@ -121,7 +121,11 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("weights", "gpu", "tags"),
-    [(4 * GIB, 80 * GIB, ("kv_cache",)), (4 * GIB, 24 * GIB, MEMORY_TAGS), (16 * GIB, 80 * GIB, MEMORY_TAGS)],
+    [
+        (4 * GIB, 80 * GIB, ("kv_cache",)),
+        (4 * GIB, 24 * GIB, MEMORY_TAGS),
+        (16 * GIB, 80 * GIB, MEMORY_TAGS),
+    ],
 )
 def test_what_is_released_depends_on_the_size_of_the_weights(weights, gpu, tags):
     assert release_tags(weights, gpu) == tags

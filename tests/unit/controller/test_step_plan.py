@@ -51,7 +51,11 @@ GROUPS = [
 
 
 def plan(groups=GROUPS, **changes):
-    settings = {name: changes.pop(name) for name in list(changes) if name in AlgorithmConfig.__dataclass_fields__}
+    settings = {
+        name: changes.pop(name)
+        for name in list(changes)
+        if name in AlgorithmConfig.__dataclass_fields__
+    }
     options = {"ranks": 2, "budget": 60, "micro_batch_size": None} | changes
     return plan_step(groups, with_presets(AlgorithmConfig(**settings)), **options)
 
@@ -60,7 +64,9 @@ def test_advantages_leave_out_what_is_not_trained():
     assert advantages_of([], with_presets(AlgorithmConfig())) == ((), 0.0)
     (a, b, c, d), _ = advantages_of(GROUPS, with_presets(AlgorithmConfig()))
     std = math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2)
-    assert [turn for (turn,) in a] == pytest.approx([2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5)
+    assert [turn for (turn,) in a] == pytest.approx(
+        [2 / 3 / std, -1 / 3 / std, -1 / 3 / std], rel=1e-5
+    )
     assert b == ((0.0,), (0.0,), (0.0,))
     assert c == ((0.0,), (0.0,), (0.0,))  # without the empty one the rewards tie
     assert d[2] == (0.0,) and d[0][0] == pytest.approx(-d[1][0]) and d[0][0] > 0
@@ -69,7 +75,8 @@ def test_advantages_leave_out_what_is_not_trained():
 def played(name, *trajectories, errors=None):
     """Each trajectory as its turns' (reward, sampled tokens, state)."""
     rewards, tokens, states = (
-        tuple(tuple(turn[k] for turn in trajectory) for trajectory in trajectories) for k in range(3)
+        tuple(tuple(turn[k] for turn in trajectory) for trajectory in trajectories)
+        for k in range(3)
     )
     whole = summary(name, [sum(own) for own in rewards], [sum(own) for own in tokens], errors)
     return replace(whole, turn_rewards=rewards, turn_tokens=tokens, turn_states=states)
@@ -87,13 +94,17 @@ PLAYED = [
 def test_each_turn_can_have_an_advantage_of_its_own():
     turn = {"credit": "turn", "normalize_advantages": False}
     (a, b), (c, d, failed, empty) = plan(PLAYED, **turn, turn_discount=0.5).advantages
-    assert a == pytest.approx((0.5 - 0.3125, 1 - 0.625)) and b == pytest.approx((0.125 - 0.3125, 0.25 - 0.625, 0.0))
+    assert a == pytest.approx((0.5 - 0.3125, 1 - 0.625)) and b == pytest.approx(
+        (0.125 - 0.3125, 0.25 - 0.625, 0.0)
+    )
     assert (c, d, failed, empty) == ((0.5,), (-0.5, 0.0), (0.0,), (0.0,))
     (a, b), _ = plan(PLAYED, **turn, adv_type="rloo").advantages
     assert a == (0.5, 0.5) and b == (-0.5, -0.5, 0.0)
     step = plan(PLAYED, state_advantage_weight=2.0, normalize_advantages=False)
     (a, b), (c, d, failed, empty) = step.advantages
-    assert a == pytest.approx((0.25 + 2 / 3, 0.25 + 0.5)) and b == pytest.approx((-0.25 - 1 / 3, -0.25 - 1 / 3, -0.75))
+    assert a == pytest.approx((0.25 + 2 / 3, 0.25 + 0.5)) and b == pytest.approx(
+        (-0.25 - 1 / 3, -0.25 - 1 / 3, -0.75)
+    )
     assert (c, d, failed, empty) == ((1.5,), (-1.5, -0.5), (0.0,), (0.0,))
     assert step.metrics["reward/shared_states"] == 7 / 8
     assert "reward/shared_states" not in plan(PLAYED, **turn).metrics
@@ -101,7 +112,11 @@ def test_each_turn_can_have_an_advantage_of_its_own():
 
 @pytest.mark.parametrize("changes", [{"credit": "turn"}, {"state_advantage_weight": 0.5}])
 def test_denominators_count_turns_where_each_is_a_sequence(changes):
-    for mode, expected in (("token-mean", 12 + 5), ("seq-mean-token-mean", 5 + 2), ("seq-mean-token-sum", 5 + 2)):
+    for mode, expected in (
+        ("token-mean", 12 + 5),
+        ("seq-mean-token-mean", 5 + 2),
+        ("seq-mean-token-sum", 5 + 2),
+    ):
         step = plan(PLAYED, loss_agg_func=mode, **changes)
         assert {mini.denominator for ranks in step.minibatches for mini in ranks} == {expected}
     step = plan(PLAYED, loss_agg_func="seq-mean-token-mean")
@@ -111,10 +126,14 @@ def test_denominators_count_turns_where_each_is_a_sequence(changes):
 def test_an_environment_that_names_no_states_is_found():
     with pytest.raises(RunError, match=r"algorithm.state_advantage_weight: 0.5 .*names none"):
         plan(GROUPS, state_advantage_weight=0.5)
-    assert plan([summary("a", [0.0], [0], ["why"])], state_advantage_weight=0.5).advantages == (((0.0,),),)
+    assert plan([summary("a", [0.0], [0], ["why"])], state_advantage_weight=0.5).advantages == (
+        ((0.0,),),
+    )
 
 
-@pytest.mark.parametrize("mode, expected", [("token-mean", 18 + 12 + 5 + 8), ("seq-mean-token-mean", 3 + 3 + 2 + 2)])
+@pytest.mark.parametrize(
+    "mode, expected", [("token-mean", 18 + 12 + 5 + 8), ("seq-mean-token-mean", 3 + 3 + 2 + 2)]
+)
 def test_denominators_are_global_counts_of_what_is_trained(mode, expected):
     step = plan(loss_agg_func=mode)
     assert {mini.denominator for ranks in step.minibatches for mini in ranks} == {expected}
@@ -128,12 +147,16 @@ def test_minibatches_hold_whole_groups_and_everything_once():
         assert {item.group for item in items} == ({0, 1}, {2, 3})[m]
         assert len({len(mini.micro_batches) for mini in ranks}) == 1
         seen += [(item.group, item.index) for item in items]
-    assert sorted(seen) == [(g, i) for g in range(4) for i in range(3) if (g, i) not in {(2, 1), (3, 2)}]
+    assert sorted(seen) == [
+        (g, i) for g in range(4) for i in range(3) if (g, i) not in {(2, 1), (3, 2)}
+    ]
 
 
 def stale_and_fresh(n_stale, n_fresh):
     """Groups sorted as a step has them: the carried-over ones, old and long, before the fresh ones."""
-    stale = [replace(summary(f"old{i}", [1.0, 0.0], [30, 30]), min_version=0) for i in range(n_stale)]
+    stale = [
+        replace(summary(f"old{i}", [1.0, 0.0], [30, 30]), min_version=0) for i in range(n_stale)
+    ]
     fresh = [replace(summary(f"new{i}", [1.0, 0.0], [3, 3]), min_version=4) for i in range(n_fresh)]
     return stale + fresh
 
@@ -151,7 +174,9 @@ def test_each_optimizer_step_has_its_share_of_the_carried_over_groups():
     shares = np.zeros(4)
     for step_number in range(50):
         step = plan(groups, n_minibatches=4, budget=400, shuffle_key=f"minibatches 1 {step_number}")
-        shares += [np.mean(np.equal(versions, 0)) for versions in versions_by_minibatch(groups, step)]
+        shares += [
+            np.mean(np.equal(versions, 0)) for versions in versions_by_minibatch(groups, step)
+        ]
     # 1/4 of all groups are stale. The standard error of a mini-batch's mean share over 50 shuffles is 0.014.
     np.testing.assert_allclose(shares / 50, 0.25, atol=0.06)
 
@@ -159,10 +184,17 @@ def test_each_optimizer_step_has_its_share_of_the_carried_over_groups():
 def test_the_shuffle_of_minibatches_is_the_steps_own_and_repeatable():
     groups = stale_and_fresh(16, 48)
     first, again, next_step = (
-        plan(groups, n_minibatches=4, budget=400, shuffle_key=key).minibatches for key in ("1 7", "1 7", "1 8")
+        plan(groups, n_minibatches=4, budget=400, shuffle_key=key).minibatches
+        for key in ("1 7", "1 7", "1 8")
     )
     assert first == again != next_step
-    trained = {item.group for ranks in first for mini in ranks for micro in mini.micro_batches for item in micro}
+    trained = {
+        item.group
+        for ranks in first
+        for mini in ranks
+        for micro in mini.micro_batches
+        for item in micro
+    }
     assert trained == set(range(64))
     whole = plan(groups, budget=400, shuffle_key="1 7").minibatches
     assert whole == plan(groups, budget=400).minibatches  # one mini-batch has nothing to shuffle
@@ -180,7 +212,9 @@ def test_items_carry_prompt_and_response_apart():
         summary("a", [1.0, 0.0], [5, 6], patches=12), response_tokens=(3, 6)
     )  # 2 of 5 tokens not sampled
     step = plan([observed], ranks=1)
-    assert step.minibatches[0][0].micro_batches == ((Item(0, 0, 20, 5, 3, 12), Item(0, 1, 20, 6, 6, 12)),)
+    assert step.minibatches[0][0].micro_batches == (
+        (Item(0, 0, 20, 5, 3, 12), Item(0, 1, 20, 6, 6, 12)),
+    )
     assert step.metrics["packing/fill"] == pytest.approx(31 / 60)
     assert step.metrics["packing/repeated"] == 0
 
@@ -193,23 +227,34 @@ def test_prompts_can_be_repeated_and_prices_set():
     assert dear == pytest.approx(11 / 9 - 1, rel=0.1)  # 5 + 6 sampled tokens against 7
 
 
-@pytest.mark.parametrize(("tokens", "cost"), [(0, 0), (12, 0), (13, 0.125), (18, 0.75), (20, 1.0), (23, 1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "cost"), [(0, 0), (12, 0), (13, 0.125), (18, 0.75), (20, 1.0), (23, 1.0)]
+)
 def test_the_soft_overlong_penalty_by_hand(tokens, cost):
     """Equation 13 of DAPO with L_max = 20 and L_cache = 8, times the penalty."""
-    algorithm = AlgorithmConfig(overlong=OverlongConfig(buffer=8, penalty=2.0), sampling_params=LONGEST)
+    algorithm = AlgorithmConfig(
+        overlong=OverlongConfig(buffer=8, penalty=2.0), sampling_params=LONGEST
+    )
     assert overlong_penalty(tokens, algorithm) == pytest.approx(2 * cost)
     assert overlong_penalty(tokens, AlgorithmConfig(sampling_params=LONGEST)) == 0
 
 
 def test_rewards_are_less_the_overlong_penalty_of_each_turn():
-    overlong = {"overlong": OverlongConfig(buffer=4), "sampling_params": SamplingConfig(max_new_tokens=5)}
+    overlong = {
+        "overlong": OverlongConfig(buffer=4),
+        "sampling_params": SamplingConfig(max_new_tokens=5),
+    }
     step = plan(PLAYED, normalize_advantages=False, **overlong)
     # of a: turns of 2, 3 and of 4, 1, 2 tokens, paid 1.0 and 0.5; of b: 3 and 2, 0, paid 1.0 and 0
     (a, b), (c, d, *_) = step.advantages
     first, second = 1.0 - 0.25 - 0.5, 0.5 - 0.75 - 0.25
-    assert a == pytest.approx(((first - second) / 2,) * 2) and b == pytest.approx(((second - first) / 2,) * 3)
+    assert a == pytest.approx(((first - second) / 2,) * 2) and b == pytest.approx(
+        ((second - first) / 2,) * 3
+    )
     assert c[0] == pytest.approx((1.0 - 0.5 - (0.0 - 0.25)) / 2) == pytest.approx(-d[0])
-    assert step.metrics["reward/overlong_penalty"] == pytest.approx((0.25 + 0.5 + 0.75 + 0.25 + 0.5 + 0.25) / 8)
+    assert step.metrics["reward/overlong_penalty"] == pytest.approx(
+        (0.25 + 0.5 + 0.75 + 0.25 + 0.5 + 0.25) / 8
+    )
     by_turn = plan(PLAYED, normalize_advantages=False, credit="turn", turn_discount=0.0, **overlong)
     assert by_turn.advantages[0][0][0] == pytest.approx((-0.25 + 0.75) / 2)
 
@@ -218,7 +263,13 @@ def test_cut_answers_carry_no_loss_but_count_in_the_baseline():
     cut = replace(summary("a", [1.0, 0.0, 0.0], [5, 6, 7]), statuses=("stop", "length", "stop"))
     plain, filtered = plan([cut]), plan([cut], overlong=OverlongConfig(filter=True))
     assert filtered.advantages == plain.advantages
-    items = [i.index for m in filtered.minibatches for rank in m for micro in rank.micro_batches for i in micro]
+    items = [
+        i.index
+        for m in filtered.minibatches
+        for rank in m
+        for micro in rank.micro_batches
+        for i in micro
+    ]
     assert sorted(items) == [0, 2] and filtered.minibatches[0][0].denominator == 12
 
 
@@ -232,13 +283,16 @@ def random_kl(generator: random.Random) -> tuple[dict, dict]:
     tokens, reported = {}, {}
     for g, group in enumerate(PLAYED):
         for i in trainable(group):
-            own = tokens[g, i] = [[generator.gauss(0, 1) for _ in range(n)] for n in group.turn_tokens[i]]
+            own = tokens[g, i] = [
+                [generator.gauss(0, 1) for _ in range(n)] for n in group.turn_tokens[i]
+            ]
             flat = sum(own, [])
             later = [sum(flat[t:]) for t in range(len(flat))]
             ends = list(accumulate(map(len, own)))
             parts = [later[end - len(turn) : end] for turn, end in zip(own, ends, strict=True)]
             reported[g, i] = [
-                (sum(turn), sum(part), sum(x * x for x in part)) for turn, part in zip(own, parts, strict=True)
+                (sum(turn), sum(part), sum(x * x for x in part))
+                for turn, part in zip(own, parts, strict=True)
             ]
     return tokens, reported
 
@@ -248,7 +302,9 @@ def test_returns_of_tokens_are_normalised_over_all_of_them(credit):
     """REINFORCE++ with the KL in the reward, token by token."""
     tokens, reported = random_kl(random.Random(0))
     algorithm = with_presets(
-        AlgorithmConfig(adv_type="reinforce_plus_plus", kl_beta=0.3, kl_placement="reward", credit=credit)
+        AlgorithmConfig(
+            adv_type="reinforce_plus_plus", kl_beta=0.3, kl_placement="reward", credit=credit
+        )
     )
     found, scale = advantages_of(PLAYED, algorithm, reported)
     returns = {}
@@ -257,9 +313,13 @@ def test_returns_of_tokens_are_normalised_over_all_of_them(credit):
         turns = [k for k, turn in enumerate(own) for _ in turn]
         paid = PLAYED[g].turn_rewards[i]
         for t, k in enumerate(turns):
-            returns[g, i, t] = (sum(paid[k:]) if credit == "turn" else sum(paid)) - 0.3 * sum(flat[t:])
+            returns[g, i, t] = (sum(paid[k:]) if credit == "turn" else sum(paid)) - 0.3 * sum(
+                flat[t:]
+            )
     mean = fmean(returns.values())
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in returns.values()) / (len(returns) - 1) + 1e-8)
+    deviation = math.sqrt(
+        sum((x - mean) ** 2 for x in returns.values()) / (len(returns) - 1) + 1e-8
+    )
     for (g, i), own in tokens.items():
         flat, turns = sum(own, []), [k for k, turn in enumerate(own) for _ in turn]
         for t, k in enumerate(turns):

@@ -37,7 +37,9 @@ def test_images_that_look_alike_keep_names_of_their_own(strength):
     shown = Shown(Corruption("mask", strength), 3)
     images = [image((9, 9, 9)), image((8, 8, 8))]
     assert len({shown(i).hash for i in images}) == 2
-    assert {name: i.hash for name, i in shown.by_hash.items()} == {i.hash: shown(i).hash for i in images}
+    assert {name: i.hash for name, i in shown.by_hash.items()} == {
+        i.hash: shown(i).hash for i in images
+    }
 
 
 def test_the_size_is_that_of_the_upright_picture():
@@ -56,14 +58,21 @@ def test_noise_is_that_of_a_diffusion(strength):
     # Both sides of the mean that noise reaches unclipped: the normal's share below it.
     for z in (-0.5, 0.0, 0.5):
         if 0 < (edge := mean + z * deviation) < 1:
-            assert np.mean(grey < edge) == pytest.approx(0.5 * (1 + math.erf(z / math.sqrt(2))), abs=0.02)
+            assert np.mean(grey < edge) == pytest.approx(
+                0.5 * (1 + math.erf(z / math.sqrt(2))), abs=0.02
+            )
 
 
 def test_a_mask_blackens_whole_squares_with_its_probability():
     clean = image((200, 200, 200), (30 * SQUARE + 5, 40 * SQUARE + 3))
     pixels = np.asarray(decode(Corruption("mask", 0.6)(clean, 5)))
     assert set(np.unique(pixels)) == {0, 200}
-    squares = pixels[: 40 * SQUARE, : 30 * SQUARE, 0].reshape(40, SQUARE, 30, SQUARE).swapaxes(1, 2).reshape(1200, -1)
+    squares = (
+        pixels[: 40 * SQUARE, : 30 * SQUARE, 0]
+        .reshape(40, SQUARE, 30, SQUARE)
+        .swapaxes(1, 2)
+        .reshape(1200, -1)
+    )
     assert (squares == squares[:, :1]).all(), "a square is black, or as it was"
     assert np.mean(squares[:, 0] == 0) == pytest.approx(0.6, abs=4 * math.sqrt(0.24 / 1200))
 
@@ -95,4 +104,7 @@ def test_strength_falls_as_the_schedule_says(schedule, done, left):
 def test_images_as_they_are_are_no_corruption_of_strength_0():
     """Answers to those are graded where they arrive, without a thread for each."""
     assert corruption_at(ImageCorruptionConfig(), 0.5) is None
-    assert corruption_at(ImageCorruptionConfig(share=0.5, steepness=1e9, schedule="sigmoid"), 0.9) is None
+    assert (
+        corruption_at(ImageCorruptionConfig(share=0.5, steepness=1e9, schedule="sigmoid"), 0.9)
+        is None
+    )

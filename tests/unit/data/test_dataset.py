@@ -66,13 +66,20 @@ def test_parquet_keeps_encoded_bytes_in_every_representation(tmp_path: Path) -> 
     cells = {
         "bytes": [A, B],
         "structs": structs,
-        "base64": [base64.b64encode(A).decode(), "data:image/png;base64," + base64.b64encode(B).decode()],
+        "base64": [
+            base64.b64encode(A).decode(),
+            "data:image/png;base64," + base64.b64encode(B).decode(),
+        ],
         "paths": ["pictures/a.png", "pictures/b.png"],
     }
     for name, cell in cells.items():
         dataset = open_(write(tmp_path / f"{name}.parquet", rows(cell, cell)))
         assert len(dataset) == 2
-        assert dataset[1].images == IMAGES and dataset[1].id == f"{name}:1" and dataset[1].answer == "1", name
+        assert (
+            dataset[1].images == IMAGES
+            and dataset[1].id == f"{name}:1"
+            and dataset[1].answer == "1"
+        ), name
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
@@ -83,7 +90,11 @@ def test_json_rows_with_paths_base64_and_no_image(tmp_path: Path, suffix: str) -
         [
             {"problem": "Find x.", "images": None, "answer": 3},
             {"problem": "<image>Find x.", "images": ["a.png"], "answer": 4},
-            {"problem": "<image><image>Find x.", "images": ["a.png", base64.b64encode(B).decode()], "answer": 5},
+            {
+                "problem": "<image><image>Find x.",
+                "images": ["a.png", base64.b64encode(B).decode()],
+                "answer": 5,
+            },
         ],
     )
     dataset = open_(path)
@@ -109,22 +120,37 @@ def test_json_columns_of_mixed_types(tmp_path: Path) -> None:
 def test_hf_images_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.Image, "decode_example", lambda *_, **__: pytest.fail("decoded"))
     a, b = {"bytes": A, "path": None}, {"bytes": B, "path": "b"}
-    cells = [{"problem": "<image>" * 3, "images": [a, b], "one": a, "answer": answer} for answer in (1, 2)]
+    cells = [
+        {"problem": "<image>" * 3, "images": [a, b], "one": a, "answer": answer}
+        for answer in (1, 2)
+    ]
     image, text, number = datasets.Image(), datasets.Value("string"), datasets.Value("int64")
-    features = datasets.Features({"problem": text, "images": [image], "one": image, "answer": number})
+    features = datasets.Features(
+        {"problem": text, "images": [image], "one": image, "answer": number}
+    )
     table = datasets.Dataset.from_list(cells, features=features)
     table.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "parts")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(
+        tmp_path / "parts"
+    )
     table.to_parquet(tmp_path / "file.parquet")
     keys = {"image_keys": ["images", "one"]}
     for dataset in (open_(tmp_path / name, **keys) for name in ("saved", "parts", "file.parquet")):
-        assert len(dataset) == 2 and dataset[1].images == (*IMAGES, IMAGES[0]) and dataset[1].answer == "2"
+        assert (
+            len(dataset) == 2
+            and dataset[1].images == (*IMAGES, IMAGES[0])
+            and dataset[1].answer == "2"
+        )
     assert len(open_(tmp_path / "parts", split="val", **keys)) == 1
 
 
 def test_a_folder_of_files_is_read_by_its_parts(tmp_path: Path) -> None:
     folder = tmp_path / "geometry"
-    for name, n in (("train-00000-of-00002", 2), ("train-00001-of-00002", 1), ("test-00000-of-00001", 4)):
+    for name, n in (
+        ("train-00000-of-00002", 2),
+        ("train-00001-of-00002", 1),
+        ("test-00000-of-00001", 4),
+    ):
         write(folder / f"data/{name}.parquet", rows(*[[A, B]] * n))
     train, val = open_(folder), open_(folder, split="val")
     assert (len(train), len(val)) == (3, 4)
@@ -146,23 +172,41 @@ def test_the_hub_is_asked_for_the_named_split(monkeypatch: pytest.MonkeyPatch) -
     dataset = open_("hf://someone/geometry", "hf://someone/geometry:test")
     assert asked == [("someone/geometry", "train"), ("someone/geometry", "test")]
     assert [dataset[i].id for i in range(2)] == ["someone/geometry:0", "someone/geometry-2:0"]
-    with pytest.raises(ValueError, match="hf://someone/private: can't be loaded from the hub: ConnectionError"):
+    with pytest.raises(
+        ValueError, match="hf://someone/private: can't be loaded from the hub: ConnectionError"
+    ):
         open_("hf://someone/private")
 
 
 def test_several_sources_are_one_dataset_with_unique_ids(tmp_path: Path) -> None:
     first = write(tmp_path / "a/train.parquet", rows([A, B], [B, A]))
-    second = write(tmp_path / "b/train.jsonl", [{"problem": "Find y.", "images": None, "answer": "9", "id": "q7"}])
-    third = write(tmp_path / "test.parquet", [row | {"id": 40 + i} for i, row in enumerate(rows([A, B], [A, B]))])
+    second = write(
+        tmp_path / "b/train.jsonl",
+        [{"problem": "Find y.", "images": None, "answer": "9", "id": "q7"}],
+    )
+    third = write(
+        tmp_path / "test.parquet",
+        [row | {"id": 40 + i} for i, row in enumerate(rows([A, B], [A, B]))],
+    )
     dataset = open_(first, second, third)
-    assert [dataset[i].id for i in range(len(dataset))] == ["train:0", "train:1", "train-2:q7", "test:40", "test:41"]
-    assert dataset[1].images == IMAGES[::-1] and dataset[2].answer == "9" and dataset[4].answer == "1"
+    assert [dataset[i].id for i in range(len(dataset))] == [
+        "train:0",
+        "train:1",
+        "train-2:q7",
+        "test:40",
+        "test:41",
+    ]
+    assert (
+        dataset[1].images == IMAGES[::-1] and dataset[2].answer == "9" and dataset[4].answer == "1"
+    )
     for i in (5, -1):
         with pytest.raises(IndexError, match=f"row {i} of 5"):
             dataset[i]
 
 
-def test_repeated_ids_give_way_to_row_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_ids_give_way_to_row_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path / "r.parquet", [row | {"id": 1} for row in rows([A, B], [A, B])])
     with caplog.at_level(logging.WARNING):
         dataset = open_(path)
@@ -197,7 +241,10 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
         ("gone.parquet", "no such file or folder"),
         ("rows.xlsx", "has suffix '.xlsx', which is none of"),
         ("rows.csv", "is empty; write at least one row"),
-        ("odd.csv", "line 3 has 3 cells, the first line 2; put cells that have a ',' in double quotes"),
+        (
+            "odd.csv",
+            "line 3 has 3 cells, the first line 2; put cells that have a ',' in double quotes",
+        ),
         ("latin.csv", "line 2 is not UTF-8"),
         ("twice.csv", "line 1 names columns twice: answer"),
         ("broken.parquet", "is no parquet file"),
@@ -212,7 +259,10 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_far_down_is_found_when_the_file_is_loaded(tmp_path: Path) -> None:
-    path, good = tmp_path / "rows.jsonl", json.dumps({"problem": "q" * 1000, "answer": "1", "images": []}) + "\n"
+    path, good = (
+        tmp_path / "rows.jsonl",
+        json.dumps({"problem": "q" * 1000, "answer": "1", "images": []}) + "\n",
+    )
     n = SCANNED // len(good) + 1
     path.write_text(good * n + '{"problem": \n' + good)
     assert peek(path) == (["problem", "answer", "images"], None), "not seen before a run"
@@ -234,7 +284,9 @@ def test_bad_rows_are_found_when_asked_for_and_sorted_out_by_the_filter(tmp_path
 
     assert dataset.filter_by_length([0, 3], count, 3).too_long == {0: 5, 3: 10}
     result = dataset.filter_by_length(range(6), count, 5)
-    assert isinstance(result, FilterResult) and result.kept == {0: "0"} and result.too_long == {3: 10}
+    assert (
+        isinstance(result, FilterResult) and result.kept == {0: "0"} and result.too_long == {3: 10}
+    )
     assert {row: (bad.kind, bad.id) for row, bad in result.bad.items()} == {
         1: ("placeholders and images disagree", "rows:1"),
         2: ("not an image", "rows:2"),
@@ -245,7 +297,9 @@ def test_bad_rows_are_found_when_asked_for_and_sorted_out_by_the_filter(tmp_path
     assert dataset.filter_by_length([3], count, 10).kept == {3: "3"}
 
 
-def test_the_filter_looks_at_the_pixels_of_every_image_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filter_looks_at_the_pixels_of_every_image_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = open_(write(tmp_path / "rows.parquet", rows([A, B], [B, A], [A, A], [A, B])))
     decoded: list[ImageRef] = []
 
@@ -260,7 +314,9 @@ def test_the_filter_looks_at_the_pixels_of_every_image_once(tmp_path: Path, monk
 
 
 def test_a_dataset_travels_to_another_process(tmp_path: Path) -> None:
-    dataset = pickle.loads(pickle.dumps(open_(write(tmp_path / "rows.parquet", rows([A, B])), system_prompt="Think.")))
+    dataset = pickle.loads(
+        pickle.dumps(open_(write(tmp_path / "rows.parquet", rows([A, B])), system_prompt="Think."))
+    )
     assert dataset[0].images == IMAGES and dataset[0].messages[0]["role"] == "system"
 
 
@@ -271,7 +327,9 @@ def test_the_toy_task() -> None:
 
 
 def test_the_real_data_set(geo3k_dir: Path) -> None:
-    dataset = open_(geo3k_dir / "train.parquet", geo3k_dir / "test.parquet", prompt_suffix=" Box it.")
+    dataset = open_(
+        geo3k_dir / "train.parquet", geo3k_dir / "test.parquet", prompt_suffix=" Box it."
+    )
     assert len(dataset) == 401
     problems = [dataset[i] for i in range(0, 401, 25)]
     assert dataset[0].id == "train:2607"
@@ -301,17 +359,29 @@ def test_a_row_names_its_environment_and_keeps_its_other_columns(tmp_path: Path)
             "more": None,
         },
         {"env_class": None, "env_kwargs": None, "level": None, "extra": {"a": []}, "more": B},
-        {"env_class": "elsewhere/envs.py:Mine", "env_kwargs": None, "level": None, "extra": None, "more": None},
+        {
+            "env_class": "elsewhere/envs.py:Mine",
+            "env_kwargs": None,
+            "level": None,
+            "extra": None,
+            "more": None,
+        },
     ]
     found = open_(
-        write(tmp_path / "rows.parquet", [row | cell for row, cell in zip(rows(*[[A, B]] * 4), cells, strict=True)])
+        write(
+            tmp_path / "rows.parquet",
+            [row | cell for row, cell in zip(rows(*[[A, B]] * 4), cells, strict=True)],
+        )
     )
     first, second, third, fourth = found
     assert (first.env_class, first.columns) == (
         "maze",
         {"env_kwargs": {"size": 4}, "level": 0.1, "extra": {"a": [1, 2]}},
     )
-    assert (second.env_class, second.columns["env_kwargs"]) == (f"{tmp_path}/envs.py:Mine", {"slip": 0.5})
+    assert (second.env_class, second.columns["env_kwargs"]) == (
+        f"{tmp_path}/envs.py:Mine",
+        {"slip": 0.5},
+    )
     assert third.env_class is None and "env_kwargs" not in third.columns
     assert fourth.env_class == "elsewhere/envs.py:Mine", "not here: perhaps the run's own file"
 
@@ -319,7 +389,9 @@ def test_a_row_names_its_environment_and_keeps_its_other_columns(tmp_path: Path)
 def test_seeds_are_rows_of_nothing_but_a_number() -> None:
     found = open_("seeds://3", image_keys=())
     assert [problem.id for problem in found] == ["seeds-train:0", "seeds-train:1", "seeds-train:2"]
-    assert [problem.answer for problem in found] == ["", "", ""], "a number is no answer to grade against"
+    assert [problem.answer for problem in found] == ["", "", ""], (
+        "a number is no answer to grade against"
+    )
     assert [problem.columns["seed"] for problem in found] == [0, 1, 2]
     assert open_("seeds://3")[0].images == ()
     with pytest.raises(ValueError, match="seeds://0 names no number|names no number of rows"):

@@ -51,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
             self.drip(b"HTTP/1.0 200 OK\r\n" + b"X: y\r\n" * 9999)
             return
         self.send_response(404 if verb == "missing" else 200)
-        self.send_header("Content-Length", str({"short": len(PNG) + 5, "endless": 10**9}.get(verb, len(PNG))))
+        self.send_header(
+            "Content-Length", str({"short": len(PNG) + 5, "endless": 10**9}.get(verb, len(PNG)))
+        )
         self.end_headers()
         match verb:
             case "slow-body":
@@ -126,7 +128,9 @@ def test_what_threads_ask_for_at_once_is_fetched_once(server: Server) -> None:
 def test_no_other_host_is_asked(server: Server, url: str) -> None:
     with pytest.raises(ImageError) as caught:
         get(url.format(host="127.0.0.1", port=server.server_port), "images.test")
-    assert caught.value.kind == "image not fetched" and "can't be fetched" not in caught.value.reason
+    assert (
+        caught.value.kind == "image not fetched" and "can't be fetched" not in caught.value.reason
+    )
     assert not server.asked and not list(fetching.cache_root().glob("**/*"))
 
 
@@ -135,7 +139,11 @@ def test_redirects_stay_with_listed_hosts(server: Server, tmp_path: Path) -> Non
     there = server.url("a.png", "localhost")
     assert get(server.url(f"to/{there}"), "127.0.0.1", "localhost") == PNG
     server.asked.clear()
-    for to in (there, f"http://127.0.0.1@localhost:{server.server_port}/a.png", "//localhost/a.png"):
+    for to in (
+        there,
+        f"http://127.0.0.1@localhost:{server.server_port}/a.png",
+        "//localhost/a.png",
+    ):
         with pytest.raises(ImageError, match="hosts in data.image_hosts only"):
             get(server.url(f"to/{to}?"))
     for to in (f"file://{tmp_path}/a.png", "ftp://127.0.0.1/a.png", "data:image/png;base64,AAAA"):
@@ -147,7 +155,9 @@ def test_redirects_stay_with_listed_hosts(server: Server, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", ["slow-header/a.png", "slow-body/a.png"])
-def test_the_whole_takes_limited_time(server: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_the_whole_takes_limited_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     monkeypatch.setattr(fetching, "TIMEOUT_S", 0.4)
     start = time.monotonic()
     with pytest.raises(ImageError, match="not complete after 0.4 s|bytes early") as caught:
@@ -155,7 +165,9 @@ def test_the_whole_takes_limited_time(server: Server, monkeypatch: pytest.Monkey
     assert time.monotonic() - start < 3 and caught.value.kind == "image not fetched"
 
 
-def test_no_more_is_taken_than_an_image_may_have(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_taken_than_an_image_may_have(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(images, "MAX_BYTES", 3 * 10**6)
     with pytest.raises(ImageError, match="more than 3,000,000 bytes"):
         get(server.url("endless/a.png"))
@@ -189,4 +201,7 @@ def test_hosts_of_the_config_are_plain_names() -> None:
     assert load_config("toy-grpo-cpu", ["data.image_hosts=[images.example.org]"]).data.image_hosts
     for host in ("https://a.org", "a.org:80", "*.a.org", "u@a.org", "''"):
         with pytest.raises(ValueError, match="data.image_hosts: .* is no plain host name"):
-            load_config("toy-grpo-cpu", [f"data.image_hosts=['{host}']" if host != "''" else "data.image_hosts=['']"])
+            load_config(
+                "toy-grpo-cpu",
+                [f"data.image_hosts=['{host}']" if host != "''" else "data.image_hosts=['']"],
+            )

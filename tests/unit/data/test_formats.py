@@ -69,7 +69,13 @@ ROWS: dict[str, dict[str, Any]] = {
     # OpenRLHF, examples/scripts/train_vlm_math_hybrid_engine.sh
     "openrlhf": {
         "prompt": [
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Find x. Put it in \\boxed{}."}]}
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image"},
+                    {"type": "text", "text": "Find x. Put it in \\boxed{}."},
+                ],
+            }
         ],
         "images": ["RED.png"],
         "label": "3",
@@ -111,9 +117,15 @@ def said(problem: Problem) -> list[str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_documented_row_becomes_a_problem(tmp_path: Path, name: str, declared: bool) -> None:
     (tmp_path / "RED.png").write_bytes(RED)
-    (problem,) = open_rows(tmp_path / "rows.parquet", [ROWS[name]], **({"format": name} if declared else {}))
+    (problem,) = open_rows(
+        tmp_path / "rows.parquet", [ROWS[name]], **({"format": name} if declared else {})
+    )
     assert said(problem) == ["IMAGE", "Find x. Put it in \\boxed{}."]
-    assert problem.images == (ImageRef.of(RED),) and problem.answer == "3" and problem.env_class is None
+    assert (
+        problem.images == (ImageRef.of(RED),)
+        and problem.answer == "3"
+        and problem.env_class is None
+    )
     assert set(problem.columns) == COLUMNS[name]
     if "extra_info" in problem.columns:
         assert problem.columns["extra_info"] == ROWS[name]["extra_info"]
@@ -122,20 +134,33 @@ def test_a_documented_row_becomes_a_problem(tmp_path: Path, name: str, declared:
 def test_every_format_is_recognised_by_what_its_example_has() -> None:
     for name, row in ROWS.items():
         assert RowFormat().for_columns(row).format == name
-    assert RowFormat().for_columns({"problem", "seed"}).format == "seeds"  # the rows of seeds://N, which have no answer
+    assert (
+        RowFormat().for_columns({"problem", "seed"}).format == "seeds"
+    )  # the rows of seeds://N, which have no answer
     assert set(FORMATS) == {*ROWS, "folder", "seeds"} == {name for name, _ in RECOGNISED}
-    ours = {"problem", "answer", "images", "messages", "prompt", "label"}  # as published sets have further ones
+    ours = {
+        "problem",
+        "answer",
+        "images",
+        "messages",
+        "prompt",
+        "label",
+    }  # as published sets have further ones
     assert RowFormat().for_columns(ours).prompt_key == "problem"
 
 
 def test_a_declared_key_goes_before_a_format(tmp_path: Path) -> None:
     rows = [ROWS["trl"] | {"answer": "4", "other": BLUE}]
-    (found,) = open_rows(tmp_path / "rows.parquet", rows, answer_key="solution", image_keys=["other"])
+    (found,) = open_rows(
+        tmp_path / "rows.parquet", rows, answer_key="solution", image_keys=["other"]
+    )
     assert found.answer == "3" and found.images == (ImageRef.of(BLUE),)
     (text,) = open_rows(tmp_path / "text.parquet", rows, image_keys=[])
     assert text.images == () and text.answer == "4"
     nested = [{"problem": "1 + 1?", "meta": {"answers": {"short": "2"}}}]
-    (deep,) = open_rows(tmp_path / "deep.jsonl", nested, answer_key="meta.answers.short", image_keys=[])
+    (deep,) = open_rows(
+        tmp_path / "deep.jsonl", nested, answer_key="meta.answers.short", image_keys=[]
+    )
     assert deep.answer == "2" and deep.columns == {"meta": nested[0]["meta"]}
 
 
@@ -170,9 +195,18 @@ def messages(*contents: Any) -> list[dict[str, Any]]:
 )
 def test_images_of_messages_stand_where_they_are(tmp_path: Path, part: dict[str, Any]) -> None:
     (tmp_path / "RED.png").write_bytes(RED)
-    part = {key: f"file://{tmp_path}/RED.png" if value == "FILE" else value for key, value in part.items()}
-    row = {"prompt": messages([{"type": "text", "text": "Look: "}, part, {"type": "text", "text": " Well?"}])}
-    (found,) = open_rows(tmp_path / "rows.jsonl", [row | {"reward_spec": {"method": "rule", "ground_truth": "3"}}])
+    part = {
+        key: f"file://{tmp_path}/RED.png" if value == "FILE" else value
+        for key, value in part.items()
+    }
+    row = {
+        "prompt": messages(
+            [{"type": "text", "text": "Look: "}, part, {"type": "text", "text": " Well?"}]
+        )
+    }
+    (found,) = open_rows(
+        tmp_path / "rows.jsonl", [row | {"reward_spec": {"method": "rule", "ground_truth": "3"}}]
+    )
     assert said(found) == ["Look: ", "IMAGE", " Well?"] and found.images == (ImageRef.of(RED),)
 
 
@@ -181,15 +215,23 @@ def test_images_of_messages_and_of_columns_stand_side_by_side(tmp_path: Path) ->
     row = {"prompt": json.dumps(messages(content)), "images": [uri(RED)], "answer": "3"}
     (found,) = open_rows(tmp_path / "rows.jsonl", [row])
     assert said(found) == ["IMAGE", "and ", "IMAGE", "?"]
-    assert found.images == (ImageRef.of(BLUE), ImageRef.of(RED)), "and chat messages may be written as JSON"
+    assert found.images == (ImageRef.of(BLUE), ImageRef.of(RED)), (
+        "and chat messages may be written as JSON"
+    )
 
 
 def test_pil_features_of_datasets_are_read_wherever_they_stand(tmp_path: Path) -> None:
     picture = Image.open(io.BytesIO(RED))
-    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
+    part = {
+        "type": datasets.Value("string"),
+        "text": datasets.Value("string"),
+        "image": datasets.Image(),
+    }
     features = datasets.Features(
         {
-            "prompt": datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)}),
+            "prompt": datasets.List(
+                {"role": datasets.Value("string"), "content": datasets.List(part)}
+            ),
             "images": datasets.List(datasets.Image()),
             "solution": datasets.Value("string"),
         }
@@ -215,9 +257,14 @@ def test_messages_may_differ_in_shape_and_images_be_mappings(tmp_path: Path) -> 
             "prompt": [system, *messages([{"type": "image"}, {"type": "text", "text": "Find x."}])],
             "images": [{"image": uri(RED)}],
         },
-        {"prompt": messages("<image>Find x."), "images": [{"image": f"file://{tmp_path}/RED.png", "max_pixels": 99}]},
+        {
+            "prompt": messages("<image>Find x."),
+            "images": [{"image": f"file://{tmp_path}/RED.png", "max_pixels": 99}],
+        },
     ]
-    for found in open_rows(tmp_path / "rows.jsonl", [row | {"reward_model": {"ground_truth": "3"}} for row in rows]):
+    for found in open_rows(
+        tmp_path / "rows.jsonl", [row | {"reward_model": {"ground_truth": "3"}} for row in rows]
+    ):
         assert said(found) == ["IMAGE", "Find x."] and found.images == (ImageRef.of(RED),)
 
 
@@ -238,11 +285,18 @@ def test_answers_that_no_grader_reads_are_what_the_row_says(tmp_path: Path) -> N
         "visgym_env_id": "maze_2d/easy",
     }  # SkyRL, examples/visgym
     (ticket,) = open_rows(tmp_path / "stub.parquet", [stub])
-    assert ticket.answer == "" and ticket.columns == {"env_class": "visgym", "visgym_env_id": "maze_2d/easy"}
+    assert ticket.answer == "" and ticket.columns == {
+        "env_class": "visgym",
+        "visgym_env_id": "maze_2d/easy",
+    }
 
 
-def test_an_environment_of_skyrls_rows_is_played_if_there_is_one_of_that_name(tmp_path: Path, caplog: Any) -> None:
-    rows = [ROWS["openai"] | {"env_class": name} for name in ("text2sql", "maze", "mine.py:Mine", None)]
+def test_an_environment_of_skyrls_rows_is_played_if_there_is_one_of_that_name(
+    tmp_path: Path, caplog: Any
+) -> None:
+    rows = [
+        ROWS["openai"] | {"env_class": name} for name in ("text2sql", "maze", "mine.py:Mine", None)
+    ]
     found = open_rows(tmp_path / "rows.parquet", rows, environments=("maze",))
     assert [problem.env_class for problem in found] == [None, "maze", "mine.py:Mine", None]
     assert "'text2sql', which is none of ours: they are played in rollout.env_class" in caplog.text
@@ -263,7 +317,9 @@ def test_images_stand_elsewhere(tmp_path: Path) -> None:
             own[i]
         assert caught.value.kind == kind
     assert "name the one that all images are in as data.image_root" in caught.value.reason
-    outside = open_rows(path, [row | {"images": ["../rows/rows.jsonl"]}], image_root=str(tmp_path / "pictures"))
+    outside = open_rows(
+        path, [row | {"images": ["../rows/rows.jsonl"]}], image_root=str(tmp_path / "pictures")
+    )
     with pytest.raises(RowError, match="leads out of the dataset's folder"):
         outside[0]
 
@@ -290,9 +346,13 @@ def test_a_table_keeps_what_its_cells_say(tmp_path: Path) -> None:
     assert [problem.columns["note"] for problem in found] == [None, "NA", "nan"]
     (tmp_path / "pandas.csv").write_text(",problem,answer\n0,x?,2\n1,y?,3\n")
     assert [
-        row.columns for row in ProblemDataset([str(tmp_path / "pandas.csv")], "train", RowFormat(image_keys=[]))
+        row.columns
+        for row in ProblemDataset([str(tmp_path / "pandas.csv")], "train", RowFormat(image_keys=[]))
     ] == [{}, {}]
-    for name, text in (("rows.tsv", "problem\tanswer\nA, B; C?\t2\n"), ("semicolons.csv", "problem;answer\nA, B?;2\n")):
+    for name, text in (
+        ("rows.tsv", "problem\tanswer\nA, B; C?\t2\n"),
+        ("semicolons.csv", "problem;answer\nA, B?;2\n"),
+    ):
         (tmp_path / name).write_text(text)
         (row,) = ProblemDataset([str(tmp_path / name)], "train", RowFormat(image_keys=[]))
         assert row.answer == "2" and "A, B" in said(row)[0]
@@ -338,7 +398,8 @@ def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> N
         ProblemDataset([str(tmp_path)], "train")
     advice = re.search(r"as in (\S+\['.*'\])", str(refused.value))[1]
     config = load_config(
-        "toy-grpo-cpu", [f"data.train_data_paths=[{tmp_path}]", f"data.val_data_paths=[{tmp_path}]", advice]
+        "toy-grpo-cpu",
+        [f"data.train_data_paths=[{tmp_path}]", f"data.val_data_paths=[{tmp_path}]", advice],
     )
     taken = ProblemDataset(config.data.train_data_paths, "train", RowFormat.of(config.data))
     assert said(taken[0]) == ["IMAGE", "What is this?"], "the advice is taken by every check"
@@ -347,7 +408,9 @@ def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> N
 def test_a_question_that_would_not_be_asked_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"problem": ["x?"], "answer": ["3"]}), tmp_path / "rows.parquet")
     form = RowFormat(image_keys=[], prompt_variants=["Think."])
-    with pytest.raises(ValueError, match="'Think.' has no {problem}, so that the question of .* is not asked"):
+    with pytest.raises(
+        ValueError, match="'Think.' has no {problem}, so that the question of .* is not asked"
+    ):
         ProblemDataset([str(tmp_path / "rows.parquet")], "train", form)
 
 
@@ -360,12 +423,18 @@ def test_images_beyond_a_limit_are_left_out_and_counted(tmp_path: Path) -> None:
 
     def shown(**limits: int) -> tuple[list[list[str]], list[ImageRef], int]:
         (found,) = open_rows(tmp_path / "rows.jsonl", [row], **limits)
-        texts = [[part.get("text", "IMAGE") for part in message["content"]] for message in found.messages]
+        texts = [
+            [part.get("text", "IMAGE") for part in message["content"]] for message in found.messages
+        ]
         return texts, list(found.images), found.dropped_images
 
     red, blue = ImageRef.of(RED), ImageRef.of(BLUE)
     assert shown()[1:] == ([red, blue, red, blue, red], 0)
-    assert shown(max_images_per_message=1) == ([["IMAGE", " and ", "."], ["And ", "IMAGE", ", ", "?"]], [red, blue], 3)
+    assert shown(max_images_per_message=1) == (
+        [["IMAGE", " and ", "."], ["And ", "IMAGE", ", ", "?"]],
+        [red, blue],
+        3,
+    )
     assert shown(max_images_per_sample=4)[1:] == ([red, blue, red, blue], 1)
     assert shown(max_images_per_message=2, max_images_per_sample=3)[1:] == ([red, blue, blue], 2)
 
@@ -373,14 +442,22 @@ def test_images_beyond_a_limit_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_a_question_in_several_wordings(tmp_path: Path) -> None:
     rows = [{"problem": "<image>Find x.", "images": [uri(RED)], "answer": "3"}]
     found = open_rows(
-        tmp_path / "rows.jsonl", rows, prompt_variants=["Look: {problem}", "{problem} Think."], prompt_suffix=" Now."
+        tmp_path / "rows.jsonl",
+        rows,
+        prompt_variants=["Look: {problem}", "{problem} Think."],
+        prompt_suffix=" Now.",
     )
-    assert said(found[0]) == ["IMAGE", "Look: Find x. Now."], "an image that stands first stays first"
+    assert said(found[0]) == ["IMAGE", "Look: Find x. Now."], (
+        "an image that stands first stays first"
+    )
     assert [said(found.problem(0, draw)) for draw in (0, 1, 2, 2**63 + 1)] == [
-        ["IMAGE", f"{text} Now."] for text in ("Look: Find x.", "Find x. Think.", "Look: Find x.", "Find x. Think.")
+        ["IMAGE", f"{text} Now."]
+        for text in ("Look: Find x.", "Find x. Think.", "Look: Find x.", "Find x. Think.")
     ]
     longest = max(len("Look: Find x. Now."), len("Find x. Think. Now."))
-    assert found.filter_by_length([0], lambda _, problem: len(said(problem)[1]), longest - 1).too_long == {0: longest}
+    assert found.filter_by_length(
+        [0], lambda _, problem: len(said(problem)[1]), longest - 1
+    ).too_long == {0: longest}
 
 
 def test_rows_without_images_and_without_a_level_are_told_apart(tmp_path: Path) -> None:
@@ -394,5 +471,7 @@ def test_rows_without_images_and_without_a_level_are_told_apart(tmp_path: Path) 
     )
     assert {row: facts.level for row, facts in found.facts.items()} == {0: 2.0, 1: 1.5}
     assert found.text_only == {4: "rows:4"}
-    assert [(row.id, row.kind) for row in found.bad.values()] == [(f"rows:{i}", "curriculum unusable") for i in (2, 3)]
+    assert [(row.id, row.kind) for row in found.bad.values()] == [
+        (f"rows:{i}", "curriculum unusable") for i in (2, 3)
+    ]
     assert "column 'meta.level' holds 'hard', not a number" in found.bad[2].reason

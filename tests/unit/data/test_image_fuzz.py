@@ -71,7 +71,9 @@ def look(value: bytes | str) -> str | None:
             return e.kind
         check_pixels(ref)
         height, width = image_size(ref)
-    assert decoded.mode == "RGB" and decoded.size == (width, height) and width * height <= MAX_PIXELS
+    assert (
+        decoded.mode == "RGB" and decoded.size == (width, height) and width * height <= MAX_PIXELS
+    )
     return None
 
 
@@ -96,8 +98,13 @@ def test_random_text(text: str) -> None:
 def test_every_truncation(format: str) -> None:
     data = picture(format)
     found = [look(data[:n]) for n in range(0, len(data), max(1, len(data) // 200))]
-    assert found[0] == "not an image" and set(found) - {None} <= {"not an image", "image can't be decoded"}
-    assert found[len(found) // 4] is not None  # a quarter, as there may be two frames, of which one is enough
+    assert found[0] == "not an image" and set(found) - {None} <= {
+        "not an image",
+        "image can't be decoded",
+    }
+    assert (
+        found[len(found) // 4] is not None
+    )  # a quarter, as there may be two frames, of which one is enough
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -106,7 +113,9 @@ def test_every_truncation(format: str) -> None:
 def test_flipped_bits(format: str, data: st.DataObject) -> None:
     damaged = bytearray(picture(format))
     header = st.integers(0, 63)  # where a flip does most
-    for at in data.draw(st.lists(st.one_of(header, st.integers(0, len(damaged) - 1)), min_size=1, max_size=6)):
+    for at in data.draw(
+        st.lists(st.one_of(header, st.integers(0, len(damaged) - 1)), min_size=1, max_size=6)
+    ):
         damaged[at] ^= 1 << data.draw(st.integers(0, 7))
     look(bytes(damaged))
 

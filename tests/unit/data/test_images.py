@@ -122,17 +122,29 @@ def test_a_path_needs_a_folder() -> None:
 
 def png_bomb(side: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 def webp_bomb() -> bytes:
     """Animated, of the largest canvas that the format has: 16384 × 16384."""
     frame = encode(Image.new("RGB", (1, 1)), "WEBP", lossless=True)[12:]
     chunk = struct.pack("<4sI", b"ANMF", 16 + len(frame)) + bytes(16) + frame
-    body = struct.pack("<4sIB3x", b"VP8X", 10, 2) + b"\xff\x3f\x00" * 2 + struct.pack("<4sI6x", b"ANIM", 6) + chunk
+    body = (
+        struct.pack("<4sIB3x", b"VP8X", 10, 2)
+        + b"\xff\x3f\x00" * 2
+        + struct.pack("<4sI6x", b"ANIM", 6)
+        + chunk
+    )
     return struct.pack("<4sI4s", b"RIFF", 4 + len(body), b"WEBP") + body
 
 
@@ -155,11 +167,14 @@ def tiff_of_a_large_tile() -> bytes:
 
 
 @pytest.mark.parametrize(
-    "data", [png_bomb(8000), png_bomb(12_000), png_bomb(60_000), webp_bomb(), tiff_of_a_large_tile()]
+    "data",
+    [png_bomb(8000), png_bomb(12_000), png_bomb(60_000), webp_bomb(), tiff_of_a_large_tile()],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_bomb_is_refused_by_its_header(data: bytes) -> None:
-    with pytest.raises(ImageError, match="at most 50,000,000 pixels? are accepted|at most 50,000,000 are") as caught:
+    with pytest.raises(
+        ImageError, match="at most 50,000,000 pixels? are accepted|at most 50,000,000 are"
+    ) as caught:
         to_image_ref(data, root=None)
     assert caught.value.kind == "image too large"
 
@@ -173,7 +188,9 @@ def test_narrow_images_pass_up_to_the_ratio_that_processors_take(size: tuple[int
 @pytest.mark.parametrize("size", [(1, 4000), (4000, 1), (1, 201), (0, 5)])
 def test_narrower_ones_are_refused_with_their_size(size: tuple[int, int]) -> None:
     header = b"P6 %d %d 255 " % size
-    with pytest.raises(ImageError, match=f"{size[0]}×{size[1]} pixels: one side is over 200|no image") as caught:
+    with pytest.raises(
+        ImageError, match=f"{size[0]}×{size[1]} pixels: one side is over 200|no image"
+    ) as caught:
         to_image_ref(header + bytes(3 * size[0] * size[1]), root=None)
     assert caught.value.kind in ("image too narrow", "not an image")
     if 0 not in size:
@@ -240,7 +257,9 @@ def _varieties() -> dict[str, bytes]:
         "bmp": encode(rgb, "BMP"),
         "ppm": encode(rgb, "PPM"),
         "animated gif": encode(frames[0], "GIF", save_all=True, append_images=frames[1:]),
-        "animated webp": encode(rgb, "WEBP", save_all=True, append_images=[Image.new("RGB", (8, 6))], lossless=True),
+        "animated webp": encode(
+            rgb, "WEBP", save_all=True, append_images=[Image.new("RGB", (8, 6))], lossless=True
+        ),
     }
 
 

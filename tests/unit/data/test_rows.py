@@ -30,12 +30,16 @@ A, B = png(10), png(200)
 
 
 def problem(prompt: Any, images: Any = None, answer: Any = "6", **options: Any) -> Problem:
-    return row_to_problem({"problem": prompt, "images": images, "answer": answer}, "d:0", RowFormat(**options))
+    return row_to_problem(
+        {"problem": prompt, "images": images, "answer": answer}, "d:0", RowFormat(**options)
+    )
 
 
 def contents(p: Problem) -> list[list[str]]:
     """Per message: texts, and images as their URLs."""
-    return [[part.get("text") or part["image_url"]["url"] for part in m["content"]] for m in p.messages]
+    return [
+        [part.get("text") or part["image_url"]["url"] for part in m["content"]] for m in p.messages
+    ]
 
 
 def url(data: bytes) -> str:
@@ -73,7 +77,9 @@ def test_a_row_may_have_no_image() -> None:
         p = problem("Find x.", none)
         assert contents(p) == [["Find x."]] and p.images == ()
     assert (
-        row_to_problem({"q": "1+1", "a": 2}, "r", RowFormat(prompt_key="q", answer_key="a", image_keys=[])).answer
+        row_to_problem(
+            {"q": "1+1", "a": 2}, "r", RowFormat(prompt_key="q", answer_key="a", image_keys=[])
+        ).answer
         == "2"
     )
 
@@ -99,7 +105,10 @@ def test_system_prompt_and_suffix() -> None:
 def test_a_prompt_may_be_a_chat() -> None:
     chat = [
         {"role": "system", "content": "Yours."},
-        {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Find x"}]},
+        {
+            "role": "user",
+            "content": [{"type": "image", "text": None}, {"type": "text", "text": "Find x"}],
+        },
         {"role": "assistant", "content": "Which?"},
         {"role": "user", "content": "In <image>."},
     ]
@@ -112,7 +121,9 @@ def test_a_prompt_may_be_a_chat() -> None:
     assert contents(problem(bare, [A])) == [["Yours."], [url(A), "Find x"]]
 
 
-@pytest.mark.parametrize(("value", "stored"), [(6, "6"), (6.5, "6.5"), (r"\boxed{6}", r"\boxed{6}"), (" 6", " 6")])
+@pytest.mark.parametrize(
+    ("value", "stored"), [(6, "6"), (6.5, "6.5"), (r"\boxed{6}", r"\boxed{6}"), (" 6", " 6")]
+)
 def test_answers_are_stored_as_given(value: Any, stored: str) -> None:
     assert problem("Find x.", answer=value).answer == stored
 
@@ -141,11 +152,16 @@ def test_a_number_is_written_as_people_write_it(value: Any, text: str) -> None:
 
 
 def test_an_answer_of_any_type_of_number_is_graded_right(tmp_path: Path) -> None:
-    values = {"float32": [0.1, 1e-5, 2e16, 17.32, 1 / 3], "float64": [0.1, 1e-5, 2e16, 17.32, 1 / 3]}
+    values = {
+        "float32": [0.1, 1e-5, 2e16, 17.32, 1 / 3],
+        "float64": [0.1, 1e-5, 2e16, 17.32, 1 / 3],
+    }
     responses = ["0.1", "0.00001", "20000000000000000", "17.32", r"\frac{1}{3}"]
     for kind, column in values.items():
         table = {"problem": ["x?"] * 5, "images": pa.array([[]] * 5, pa.list_(pa.binary()))}
-        pq.write_table(pa.table(table | {"answer": pa.array(column, kind)}), tmp_path / f"{kind}.parquet")
+        pq.write_table(
+            pa.table(table | {"answer": pa.array(column, kind)}), tmp_path / f"{kind}.parquet"
+        )
         rows = ProblemDataset([str(tmp_path / f"{kind}.parquet")], "train")
         for i, response in enumerate(responses):
             assert grade_math(rf"\boxed{{{response}}}", rows[i].answer), (kind, rows[i].answer)
@@ -178,7 +194,9 @@ def test_answers_that_are_booleans_or_lists_of_a_table_are_graded(tmp_path: Path
     )), tmp_path / "rows.parquet")  # fmt: skip
     answers = {}
     for key in ("yes", "box"):
-        (row,) = ProblemDataset([str(tmp_path / "rows.parquet")], "train", RowFormat(answer_key=key))
+        (row,) = ProblemDataset(
+            [str(tmp_path / "rows.parquet")], "train", RowFormat(answer_key=key)
+        )
         answers[key] = row.answer
     assert answers == {"yes": "true", "box": "[10, 20, 30.5, 40]"}
     for function in ("choice", "exact_alnum", "math"):
@@ -199,10 +217,16 @@ def test_images_of_a_system_message_go_with_it() -> None:
     kept = problem(chat, [A, B, A])
     assert len(kept.images) == 3 and contents(kept)[0] == ["Read ", url(A), " like ", url(B), "."]
     replaced = problem(chat, [B, B, A], system_prompt="Mine.")
-    assert contents(replaced) == [["Mine."], ["And ", url(A), "?"]] and [x.url for x in replaced.images] == [url(A)]
+    assert contents(replaced) == [["Mine."], ["And ", url(A), "?"]] and [
+        x.url for x in replaced.images
+    ] == [url(A)]
     with pytest.raises(RowError, match="the prompt has 3 <image> and the row 1 images"):
         problem(chat, [A], system_prompt="Mine.")
-    placed = problem([chat[0] | {"content": "No."}, {"role": "user", "content": "?"}], [A, B], system_prompt="Mine.")
+    placed = problem(
+        [chat[0] | {"content": "No."}, {"role": "user", "content": "?"}],
+        [A, B],
+        system_prompt="Mine.",
+    )
     assert contents(placed) == [["Mine."], [url(A), url(B), "?"]] and len(placed.images) == 2
 
 
@@ -242,7 +266,11 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
         ([{"role": "assistant", "content": "x"}], [A], "last message is of role 'assistant'"),
         ([{"role": "user", "content": None}], [A], "content part"),
         ([{"role": "user", "content": " "}], [A], "no message of role 'user' says anything"),
-        ([{"role": "system", "content": "x"}, {"role": "user", "content": []}], None, "says anything"),
+        (
+            [{"role": "system", "content": "x"}, {"role": "user", "content": []}],
+            None,
+            "says anything",
+        ),
         ([{"role": "user", "content": [{"type": "audio"}]}], [A], "neither text nor an image"),
         (
             [{"role": "user", "content": [{"type": "video"}]}],
@@ -254,10 +282,26 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
             [A],
             "videos are not supported; give frames as images",
         ),
-        ("What happens in <video>?", None, "column 'problem' has a <video>: videos are not supported"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a<video>b"}]}], [A], "has a <video>"),
-        ("Find x.", "clip.MP4", "column 'images', image 0: path 'clip.MP4' is a video's; videos are not supported"),
-        ("Find x.", [A, b"\0\0\0\x20ftypisom" + bytes(40)], "image 1: .* are a video; videos are not supported"),
+        (
+            "What happens in <video>?",
+            None,
+            "column 'problem' has a <video>: videos are not supported",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a<video>b"}]}],
+            [A],
+            "has a <video>",
+        ),
+        (
+            "Find x.",
+            "clip.MP4",
+            "column 'images', image 0: path 'clip.MP4' is a video's; videos are not supported",
+        ),
+        (
+            "Find x.",
+            [A, b"\0\0\0\x20ftypisom" + bytes(40)],
+            "image 1: .* are a video; videos are not supported",
+        ),
         (
             [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
             None,
@@ -270,7 +314,9 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
         ),
     ],
 )
-def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, message: str) -> None:
+def test_unusable_rows_name_themselves_and_the_reason(
+    prompt: Any, images: Any, message: str
+) -> None:
     with pytest.raises(RowError, match="row d:0: .*" + message) as caught:
         problem(prompt, images)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -288,7 +334,10 @@ def test_unusable_rows_name_themselves_and_the_reason(prompt: Any, images: Any, 
         ({"problem": "x", "images": "http://a.org/a.png", "answer": "6"}, "image not fetched"),
         ({"problem": "x", "images": None}, "column missing"),
         ({"problem": "x", "images": None, "answer": "6", "videos": ["a.mp4"]}, "video"),
-        ({"problem": "x", "images": None, "answer": "6", "video": {"bytes": b"", "path": None}}, "video"),
+        (
+            {"problem": "x", "images": None, "answer": "6", "video": {"bytes": b"", "path": None}},
+            "video",
+        ),
     ],
 )
 def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None:
@@ -300,19 +349,30 @@ def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None
 
 def test_an_empty_column_of_videos_and_frames_as_images_are_no_videos(tmp_path: Path) -> None:
     for empty in (None, [], ""):
-        assert row_to_problem({"problem": "x", "images": A, "answer": "6", "videos": empty}, "d:0", RowFormat()).images
+        assert row_to_problem(
+            {"problem": "x", "images": A, "answer": "6", "videos": empty}, "d:0", RowFormat()
+        ).images
     row = {"problem": "x", "video": [A, B], "answer": "6"}
     assert len(row_to_problem(row, "d:0", RowFormat(image_keys=["video"])).images) == 2
-    table = {"problem": ["x", "y"], "images": [[A], [B]], "answer": ["1", "2"], "videos": [None, [b"bytes of one"]]}
+    table = {
+        "problem": ["x", "y"],
+        "images": [[A], [B]],
+        "answer": ["1", "2"],
+        "videos": [None, [b"bytes of one"]],
+    }
     pq.write_table(pa.table(table), tmp_path / "rows.parquet")
     dataset = ProblemDataset([str(tmp_path / "rows.parquet")], "train")
     assert "videos" not in dataset[0].columns or not dataset[0].columns["videos"]
-    with pytest.raises(RowError, match="row rows:1: column 'videos' holds .*: videos are not supported"):
+    with pytest.raises(
+        RowError, match="row rows:1: column 'videos' holds .*: videos are not supported"
+    ):
         dataset[1]
 
 
 def test_a_missing_column_is_named_with_the_nearest() -> None:
-    with pytest.raises(RowError, match="data.image_keys: column 'imgs' not in the row; .*did you mean 'images'"):
+    with pytest.raises(
+        RowError, match="data.image_keys: column 'imgs' not in the row; .*did you mean 'images'"
+    ):
         problem("Find x.", A, image_keys=["imgs"])
 
 
@@ -344,4 +404,7 @@ def test_the_environment_of_a_row(cells: dict[str, Any], root: str | None, expec
     except RowError as e:
         assert e.kind == "environment unusable" and expected in e.reason
     else:
-        assert found.env_class == expected and found.columns.get("env_kwargs") in (None, {"size": 4})
+        assert found.env_class == expected and found.columns.get("env_kwargs") in (
+            None,
+            {"size": 4},
+        )

@@ -23,7 +23,11 @@ def test_an_epoch_is_whole_batches_of_distinct_rows() -> None:
 
 def test_without_shuffling_every_epoch_has_the_given_order() -> None:
     sampler = EpochSampler(ROWS, 3, shuffle=False, seed=0)
-    assert [sampler.next_rows(3) for _ in range(3)] == [(0, [3, 1, 4]), (0, [15, 9, 2]), (1, [3, 1, 4])]
+    assert [sampler.next_rows(3) for _ in range(3)] == [
+        (0, [3, 1, 4]),
+        (0, [15, 9, 2]),
+        (1, [3, 1, 4]),
+    ]
 
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
@@ -49,7 +53,9 @@ def test_a_restored_sampler_goes_on_with_the_same_batches(stop: int) -> None:
 
 
 def test_too_few_rows_are_refused_with_the_key_to_change() -> None:
-    with pytest.raises(ValueError, match=r"data\.rollout_batch_size: 8 problems a step, but only 7"):
+    with pytest.raises(
+        ValueError, match=r"data\.rollout_batch_size: 8 problems a step, but only 7"
+    ):
         EpochSampler(ROWS, 8, shuffle=True, seed=0)
     with pytest.raises(ValueError, match="not positive"):
         EpochSampler(ROWS, 0, shuffle=True, seed=0)
@@ -60,7 +66,9 @@ SHARES = [1, 2, 5]
 
 
 def mixture(batch: int = 16, seed: int = 0, shuffle: bool = True, **options) -> EpochSampler:
-    return EpochSampler(range(150), batch, shuffle=shuffle, seed=seed, sources=SOURCES, weights=SHARES, **options)
+    return EpochSampler(
+        range(150), batch, shuffle=shuffle, seed=seed, sources=SOURCES, weights=SHARES, **options
+    )
 
 
 def test_a_mixture_keeps_its_shares_whatever_the_sizes() -> None:
@@ -69,7 +77,9 @@ def test_a_mixture_keeps_its_shares_whatever_the_sizes() -> None:
         rows = sampler.next_rows(16)[1]
         for row in rows:
             drawn[SOURCES[row]] += 1
-        assert len(rows) == 16 and all(abs(n - 16 * batch * w / 8) < 1.01 for n, w in zip(drawn, SHARES, strict=True))
+        assert len(rows) == 16 and all(
+            abs(n - 16 * batch * w / 8) < 1.01 for n, w in zip(drawn, SHARES, strict=True)
+        )
     assert sampler.batches_per_epoch == 9 and sampler.state_dict()["drawn"] == drawn
 
 
@@ -78,7 +88,10 @@ def test_every_source_of_a_mixture_has_epochs_of_its_own() -> None:
     rows = [row for _ in range(50) for row in sampler.next_rows(16)[1]]
     small = [row for row in rows if SOURCES[row] == 1]
     epochs = [small[i : i + 10] for i in range(0, 200, 10)]
-    assert all(set(epoch) == set(range(100, 110)) for epoch in epochs) and len({tuple(e) for e in epochs}) > 15
+    assert (
+        all(set(epoch) == set(range(100, 110)) for epoch in epochs)
+        and len({tuple(e) for e in epochs}) > 15
+    )
     in_order = mixture(shuffle=False)
     rows = [row for _ in range(10) for row in in_order.next_rows(16)[1] if SOURCES[row] == 0]
     assert rows == list(range(20))
@@ -106,7 +119,9 @@ def test_a_curriculum_goes_up_in_every_epoch_and_shuffles_what_is_equal() -> Non
     sampler = EpochSampler(range(30), 10, shuffle=True, seed=0, levels=levels)
     epochs = [[row for _ in range(3) for row in sampler.next_rows(10)[1]] for _ in range(3)]
     for epoch in epochs:
-        assert [levels[row] for row in epoch] == [0.0] * 10 + [1.0] * 10 + [2.0] * 10 and len(set(epoch)) == 30
+        assert [levels[row] for row in epoch] == [0.0] * 10 + [1.0] * 10 + [2.0] * 10 and len(
+            set(epoch)
+        ) == 30
     assert len({tuple(epoch) for epoch in epochs}) == 3
     still = EpochSampler(range(6), 6, shuffle=False, seed=0, levels=levels)
     assert still.next_rows(6)[1] == [0, 3, 1, 4, 2, 5]
@@ -114,6 +129,7 @@ def test_a_curriculum_goes_up_in_every_epoch_and_shuffles_what_is_equal() -> Non
 
 def test_a_source_without_usable_rows_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"data\.weights: 2 for source 2 of data.train_data_paths, of which no row can"
+        ValueError,
+        match=r"data\.weights: 2 for source 2 of data.train_data_paths, of which no row can",
     ):
         EpochSampler(range(9), 3, shuffle=True, seed=0, sources={}, weights=[1, 2])

@@ -13,15 +13,24 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 def test_the_page_of_config_keys_is_up_to_date():
     generator = runpy.run_path(str(DOCS / "generate_config_reference.py"))
     same = (DOCS / "config.md").read_text(encoding="utf-8") == generator["render"]()
-    assert same, "docs/config.md is not what the schema says: run python docs/generate_config_reference.py"
+    assert same, (
+        "docs/config.md is not what the schema says: run python docs/generate_config_reference.py"
+    )
 
 
 def test_the_page_of_other_systems_keys_is_up_to_date():
     generator = runpy.run_path(str(DOCS / "generate_coming_from.py"))
     same = (DOCS / "coming-from.md").read_text(encoding="utf-8") == generator["render"]()
-    assert same, "docs/coming-from.md is not what the tables say: run python docs/generate_coming_from.py"
+    assert same, (
+        "docs/coming-from.md is not what the tables say: run python docs/generate_coming_from.py"
+    )
     metrics = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    assert not [name for system in SYSTEMS for name in table(system).metrics.values() if f"`{name}`" not in metrics]
+    assert not [
+        name
+        for system in SYSTEMS
+        for name in table(system).metrics.values()
+        if f"`{name}`" not in metrics
+    ]
 
 
 def test_the_page_of_models_has_every_family_and_shows_what_was_measured():
@@ -29,8 +38,13 @@ def test_the_page_of_models_has_every_family_and_shows_what_was_measured():
     assert (DOCS / "models.md").read_text(encoding="utf-8") == generator["render"](), (
         "python docs/generate_models_page.py"
     )
-    cells, columns = json.loads((DOCS / "models.json").read_text(encoding="utf-8")), generator["COLUMNS"].keys()
+    cells, columns = (
+        json.loads((DOCS / "models.json").read_text(encoding="utf-8")),
+        generator["COLUMNS"].keys(),
+    )
     assert cells.keys() == FAMILIES.keys()
     for family, figures in cells.items():
         empty = {column for name, column in generator["REASONS"] if name == family}
-        assert figures.keys() == columns - empty, f"{family}: each cell has a figure or a reason, not both"
+        assert figures.keys() == columns - empty, (
+            f"{family}: each cell has a figure or a reason, not both"
+        )

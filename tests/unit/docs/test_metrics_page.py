@@ -11,7 +11,9 @@ import rlinf_vl
 
 PACKAGE = Path(rlinf_vl.__file__).parent
 PAGE = PACKAGE.parent / "docs/metrics.md"
-METRIC = re.compile(r"(?:reward|val|actor|mismatch|rollout|packing|data|schedule|sync|time)/[a-z0-9_]+")
+METRIC = re.compile(
+    r"(?:reward|val|actor|mismatch|rollout|packing|data|schedule|sync|time)/[a-z0-9_]+"
+)
 
 
 def metrics_of(tree: ast.Module, phases: set[str]) -> Iterator[str]:
@@ -21,17 +23,23 @@ def metrics_of(tree: ast.Module, phases: set[str]) -> Iterator[str]:
         match node:
             case ast.Constant(value=str(text)) if METRIC.fullmatch(text):
                 yield text
-            case ast.JoinedStr(values=[ast.Constant(value=str(room)), ast.FormattedValue(value=ast.Name(id=name))]):
+            case ast.JoinedStr(
+                values=[ast.Constant(value=str(room)), ast.FormattedValue(value=ast.Name(id=name))]
+            ):
                 if not METRIC.fullmatch(f"{room}x"):
                     continue
                 values = {
                     constant.value
                     for loop in loops
-                    if isinstance(loop.target, ast.Name) and loop.target.id == name and isinstance(loop.iter, ast.Tuple)
+                    if isinstance(loop.target, ast.Name)
+                    and loop.target.id == name
+                    and isinstance(loop.iter, ast.Tuple)
                     for constant in loop.iter.elts
                 }
                 values = phases if room == "time/" else values
-                assert values, f"which metrics is f'{room}{{{name}}}'? name its values in a tuple that a loop goes over"
+                assert values, (
+                    f"which metrics is f'{room}{{{name}}}'? name its values in a tuple that a loop goes over"
+                )
                 yield from (room + value for value in values)
 
 
@@ -49,12 +57,18 @@ def logged_metrics() -> set[str]:
 
     phases = first_arguments("timed")
     found = {name for tree in trees for name in metrics_of(tree, phases)}
-    return found - first_arguments("pop")  # parts of other metrics, taken out before anything is logged
+    return found - first_arguments(
+        "pop"
+    )  # parts of other metrics, taken out before anything is logged
 
 
 def documented_metrics() -> list[str]:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    heads = [line.split("|")[1] if line.startswith("|") else line for line in lines if line.startswith(("### ", "| `"))]
+    heads = [
+        line.split("|")[1] if line.startswith("|") else line
+        for line in lines
+        if line.startswith(("### ", "| `"))
+    ]
     return [name for head in heads for name in re.findall(r"`([^`]+)`", head)]
 
 
@@ -67,7 +81,12 @@ def test_every_metric_is_documented_and_no_entry_is_stale():
 
 
 def test_the_collector_sees_each_way_of_naming_a_metric():
-    assert {"actor/clip_fraction", "time/validate", "mismatch/no_image", "reward/mean"} <= logged_metrics()
+    assert {
+        "actor/clip_fraction",
+        "time/validate",
+        "mismatch/no_image",
+        "reward/mean",
+    } <= logged_metrics()
     assert "actor/tis_square" not in logged_metrics()
 
 
@@ -75,6 +94,8 @@ def test_every_entry_says_what_is_healthy_and_what_to_do_otherwise():
     sections = re.split(r"^### ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
     for section in sections:
         entry = section.split("\n## ")[0]
-        assert re.findall(r"^- \*\*(\w+):\*\*", entry, flags=re.M) == ["Is", "Healthy", "Otherwise"], (
-            entry.splitlines()[0]
-        )
+        assert re.findall(r"^- \*\*(\w+):\*\*", entry, flags=re.M) == [
+            "Is",
+            "Healthy",
+            "Otherwise",
+        ], entry.splitlines()[0]

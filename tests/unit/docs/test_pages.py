@@ -59,7 +59,11 @@ def name_of(page: Path) -> str:
 
 
 def fences(page: Path, language: str) -> list[str]:
-    return [body for tongue, body in FENCE.findall(page.read_text(encoding="utf-8")) if tongue == language]
+    return [
+        body
+        for tongue, body in FENCE.findall(page.read_text(encoding="utf-8"))
+        if tongue == language
+    ]
 
 
 def prose(page: Path) -> str:
@@ -68,7 +72,9 @@ def prose(page: Path) -> str:
 
 
 def inline_code(page: Path) -> list[str]:
-    spans = (span for block in prose(page).split("\n\n") for span in re.findall(r"`([^`]+)`", block))
+    spans = (
+        span for block in prose(page).split("\n\n") for span in re.findall(r"`([^`]+)`", block)
+    )
     return [" ".join(span.split()) for span in spans]
 
 
@@ -76,13 +82,19 @@ def commands(page: Path) -> list[str]:
     """What its bash blocks run, one command each, and the runs that are named in its text."""
     lines = "\n".join(fences(page, "bash")).replace("\\\n", " ").splitlines()
     parts = [part.strip() for line in lines for part in line.split("&&")]
-    ran = [part for part in parts if shlex.split(part, comments=True) and not part.startswith("export ")]
+    ran = [
+        part
+        for part in parts
+        if shlex.split(part, comments=True) and not part.startswith("export ")
+    ]
     return ran + [code for code in inline_code(page) if code.startswith(f"bash {RUN}")]
 
 
 ALL_COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
 EXAMPLES = [
-    pytest.param(body, id=f"{name_of(page)}-{i}") for page in PAGES for i, body in enumerate(fences(page, "python"))
+    pytest.param(body, id=f"{name_of(page)}-{i}")
+    for page in PAGES
+    for i, body in enumerate(fences(page, "python"))
 ]
 
 
@@ -92,8 +104,12 @@ EXAMPLES = [
 def anchors(page: Path) -> set[str]:
     """Those that GitHub makes of headings, and those that are written out."""
     text = prose(page)
-    headings = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h) for h in re.findall(r"^#+ (.+)$", text, re.M))
-    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = (
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h) for h in re.findall(r"^#+ (.+)$", text, re.M)
+    )
+    slugs = {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
     return slugs | set(re.findall(r'<a id="([^"]+)">', text))
 
 
@@ -161,11 +177,18 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"data/{name}.parquet").touch()
     recorded = tmp_path / "results/toy-grpo-cpu/trajectories"
     recorded.mkdir(parents=True)
-    turns = {"sequences": [0], "turns": [{"start": 0, "end": 2, "finish_reason": "stop", "reward": 1.0}]}
-    said = [[{"role": "user", "content": [0, "?"]}, {"role": "assistant", "content": [], "turn": 0}]]
+    turns = {
+        "sequences": [0],
+        "turns": [{"start": 0, "end": 2, "finish_reason": "stop", "reward": 1.0}],
+    }
+    said = [
+        [{"role": "user", "content": [0, "?"]}, {"role": "assistant", "content": [], "turn": 0}]
+    ]
     row = {"step": 1, "split": "val", "correct": False, "tokens": ["a", "b"]}
     row |= {"turns": json.dumps(turns), "messages": json.dumps(said)}
-    table = pa.table({field.name: pa.array([row.get(field.name)], field.type) for field in SCHEMA}, schema=SCHEMA)
+    table = pa.table(
+        {field.name: pa.array([row.get(field.name)], field.type) for field in SCHEMA}, schema=SCHEMA
+    )
     pq.write_table(table, recorded / "step_1.parquet")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -178,17 +201,30 @@ def test_python_examples_run(example: str, working_folder: Path, registries: Non
 
 def test_there_is_an_example_of_every_extension():
     text = "\n".join(fences(ROOT / "docs/extending.md", "python"))
-    for mark in ("class Brief", "NAMED[", "def median_baseline", "EngineDied", "FAMILIES[", "Trackers("):
+    for mark in (
+        "class Brief",
+        "NAMED[",
+        "def median_baseline",
+        "EngineDied",
+        "FAMILIES[",
+        "Trackers(",
+    ):
         assert mark in text
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page", "command"), ALL_COMMANDS, ids=lambda value: getattr(value, "name", value))
-def test_commands_are_taken(page: Path, command: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("page", "command"), ALL_COMMANDS, ids=lambda value: getattr(value, "name", value)
+)
+def test_commands_are_taken(
+    page: Path, command: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Runs by their config, with every override; verbs by their parser; for the others a test is named."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())  # SGLang, where an example wants it
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda package: object()
+    )  # SGLang, where an example wants it
     without_variables = re.sub(r"^([A-Z_]+=\S+ )+", "", command)
     words = shlex.split(without_variables, comments=True)
     if words[:2] == ["bash", RUN]:
@@ -202,7 +238,9 @@ def test_commands_are_taken(page: Path, command: str, working_folder: Path, monk
     else:
         who = [by for pattern, by in RUN_BY.items() if re.match(pattern, command)]
         assert who, f"{name_of(page)}: who runs {command!r}? add it to RUN_BY"
-        assert who[0].startswith("none: ") or all((ROOT / test).is_file() for test in who[0].split())
+        assert who[0].startswith("none: ") or all(
+            (ROOT / test).is_file() for test in who[0].split()
+        )
 
 
 def test_the_list_of_who_runs_what_is_not_stale():
@@ -232,7 +270,11 @@ def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Na
 
 
 def test_every_verb_that_is_named_exists(capsys: pytest.CaptureFixture[str]):
-    verbs = {verb for page in PAGES for verb in re.findall(r"-m rlinf_vl (\w[\w-]*)", page.read_text(encoding="utf-8"))}
+    verbs = {
+        verb
+        for page in PAGES
+        for verb in re.findall(r"-m rlinf_vl (\w[\w-]*)", page.read_text(encoding="utf-8"))
+    }
     assert {"toy", "export", "report"} <= verbs
     for verb in verbs:
         with pytest.raises(SystemExit) as end:
@@ -275,7 +317,9 @@ THEIRS = "coming-from.md"  # names other systems' keys; its generator links ours
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != THEIRS], ids=name_of)
 def test_config_keys_that_are_named_exist(page: Path):
     tops = "|".join(name for name in config_sections() if "." not in name)
-    named = (re.match(rf"((?:{tops})(?:\.[a-z0-9_]+)+)(?=[=: ]|$)", code) for code in inline_code(page))
+    named = (
+        re.match(rf"((?:{tops})(?:\.[a-z0-9_]+)+)(?=[=: ]|$)", code) for code in inline_code(page)
+    )
     keys = {match[1] for match in named if match}
     assert not keys - config_keys().keys() - config_sections().keys()
 
@@ -293,7 +337,12 @@ def test_every_symptom_has_its_parts():
     assert len(sections) >= 33
     for section in sections:
         entry = section.split("\n## ")[0]
-        assert re.findall(r"^- \*\*([A-Z][a-z ]+):\*\*", entry, re.M) == ["Shows as", "Cause", "Way out", "Here"], entry
+        assert re.findall(r"^- \*\*([A-Z][a-z ]+):\*\*", entry, re.M) == [
+            "Shows as",
+            "Cause",
+            "Way out",
+            "Here",
+        ], entry
 
 
 def test_messages_that_are_quoted_are_printed():
@@ -301,7 +350,9 @@ def test_messages_that_are_quoted_are_printed():
     for path in [*(ROOT / "rlinf_vl").rglob("*.py"), *(ROOT / "ray_utils").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                texts.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
+                texts.append(
+                    "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     quoted = re.findall(r"“([^”]+)”", prose(ROOT / "docs/troubleshooting.md"))
@@ -323,7 +374,9 @@ OF_PYTHON = {"python", "pip", "venv", "activate"}
 
 def requirement_names(lines: list[str]) -> set[str]:
     return {
-        canonicalize_name(Requirement(line.partition("#")[0]).name) for line in lines if line.partition("#")[0].strip()
+        canonicalize_name(Requirement(line.partition("#")[0]).name)
+        for line in lines
+        if line.partition("#")[0].strip()
     }
 
 
@@ -340,7 +393,9 @@ def with_dependencies(names: set[str]) -> set[str]:
             continue
         known.add(name)
         pending += [
-            canonicalize_name(one.name) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})
+            canonicalize_name(one.name)
+            for one in needed
+            if one.marker is None or one.marker.evaluate({"extra": ""})
         ]
     return known
 
@@ -352,21 +407,31 @@ def modules_by_distribution():
 
 def programs_of(distributions: set[str]) -> set[str]:
     """What can be run of them: console scripts, and modules for `python -m`."""
-    scripts = {entry.name for name in distributions for entry in metadata.distribution(name).entry_points}
+    scripts = {
+        entry.name for name in distributions for entry in metadata.distribution(name).entry_points
+    }
     modules = modules_by_distribution().items()
     return scripts | {
-        module for module, owners in modules if distributions & {canonicalize_name(one) for one in owners}
+        module
+        for module, owners in modules
+        if distributions & {canonicalize_name(one) for one in owners}
     }
 
 
 def programs_used(page: Path) -> set[str]:
     text = page.read_text(encoding="utf-8")
-    return set(re.findall(r"\.venv/bin/(?:python -m )?([\w-]+)", text)) | set(re.findall(r"\bpython -m ([\w-]+)", text))
+    return set(re.findall(r"\.venv/bin/(?:python -m )?([\w-]+)", text)) | set(
+        re.findall(r"\bpython -m ([\w-]+)", text)
+    )
 
 
 def test_every_tool_of_a_command_is_in_the_environment_that_the_page_makes():
-    base = requirement_names((ROOT / "requirements/base.txt").read_text().splitlines()) | {"rlinf-vl"}
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    base = requirement_names((ROOT / "requirements/base.txt").read_text().splitlines()) | {
+        "rlinf-vl"
+    }
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     by_default = programs_of(with_dependencies(base)) | OF_PYTHON
     used_beyond = {}
     for page in PAGES:
@@ -379,4 +444,6 @@ def test_every_tool_of_a_command_is_in_the_environment_that_the_page_makes():
         if lacking := programs_used(page) - there:
             used_beyond[name_of(page)] = lacking
     assert not used_beyond, "say how to install them, or install them"
-    assert "mkdocs" in programs_used(ROOT / "README.md") and "mkdocs" not in by_default, "nothing was looked for"
+    assert "mkdocs" in programs_used(ROOT / "README.md") and "mkdocs" not in by_default, (
+        "nothing was looked for"
+    )

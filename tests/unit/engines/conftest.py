@@ -12,7 +12,9 @@ def engine_of():
     made = []
 
     def make(max_running=64, family="qwen3_vl", adapters=None, **kwargs):
-        model = use_packed_attention(tiny_model(family=family, **kwargs.pop("sizes", {})), family_of(family))
+        model = use_packed_attention(
+            tiny_model(family=family, **kwargs.pop("sizes", {})), family_of(family)
+        )
         if adapters is not None:
             add_adapters(model, family_of(family), adapters)
         engine = TorchEngine(

@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import EOS, IMAGE_ID, MERGE, PAD, answered, banned, pixels, request, tiny_model, tiny_policy
+from tiny import (
+    EOS,
+    IMAGE_ID,
+    MERGE,
+    PAD,
+    answered,
+    banned,
+    pixels,
+    request,
+    tiny_model,
+    tiny_policy,
+)
 
 from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.config.schema import FsdpConfig
@@ -35,7 +46,13 @@ def engine(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     model = load_model(tmp_path, FAMILY, torch.bfloat16)
     engine = TorchEngine(
-        model, FAMILY, banned=banned(), pixels=pixels, image_token_id=IMAGE_ID, merge_size=MERGE, max_running=64
+        model,
+        FAMILY,
+        banned=banned(),
+        pixels=pixels,
+        image_token_id=IMAGE_ID,
+        merge_size=MERGE,
+        max_running=64,
     )
     yield engine
     engine.close()
@@ -43,7 +60,10 @@ def engine(tmp_path):
 
 def some_requests() -> list[Request]:
     rng, sampling = np.random.default_rng(1), SamplingParams(stop_ids=(EOS,), max_new_tokens=6)
-    return [request(rng, s, sampling, range(8)) for s in ([(2, 3)], [], [(1, 1), (3, 2), (2, 2)], [(4, 3)])]
+    return [
+        request(rng, s, sampling, range(8))
+        for s in ([(2, 3)], [], [(1, 1), (3, 2), (2, 2)], [(4, 3)])
+    ]
 
 
 @torch.no_grad()
@@ -51,8 +71,13 @@ def test_the_trainers_features_are_the_engines_bit_for_bit(trainer, engine):
     requests = [r for r in some_requests() if r.images]
     patches = np.concatenate([pixels(i) for r in requests for i in r.images])
     grids = np.concatenate([r.image_grids for r in requests]).astype(np.int64)
-    ours, theirs = trainer.encode(patches, grids), encode_images(engine.model, FAMILY, patches, grids, "cpu")
-    for a, b in zip([ours.tokens, *ours.deepstack], [theirs.tokens, *theirs.deepstack], strict=True):
+    ours, theirs = (
+        trainer.encode(patches, grids),
+        encode_images(engine.model, FAMILY, patches, grids, "cpu"),
+    )
+    for a, b in zip(
+        [ours.tokens, *ours.deepstack], [theirs.tokens, *theirs.deepstack], strict=True
+    ):
         assert a.dtype == b.dtype == torch.bfloat16
         assert torch.equal(a, b), f"{(a != b).float().mean():.0%} of the features differ"
 
@@ -67,7 +92,9 @@ def test_the_trainer_gives_a_first_token_the_logprob_it_was_sampled_with(trainer
         logprobs = trainer(batch)[0].numpy()
         first = np.flatnonzero(np.diff(batch.trajectories, prepend=-1))
         # 1e-6: the head's float32 sums, taken over another number of rows at once
-        np.testing.assert_allclose(logprobs[first], batch.rollout_logprobs[first], atol=1e-6, rtol=0)
+        np.testing.assert_allclose(
+            logprobs[first], batch.rollout_logprobs[first], atol=1e-6, rtol=0
+        )
 
 
 def test_a_decoding_step_does_not_round_its_scores():
@@ -100,7 +127,10 @@ def test_a_decoding_step_of_a_delta_net_rounds_what_the_packed_row_rounds():
     qkv, g, beta = torch.randn(24, 48).bfloat16(), -torch.rand(24, 4), torch.rand(24, 4)
     whole, tails, states = delta_rule(qkv, g, beta, mixer, DeltaLayout(np.array([0, 24])))
     _, tail, state = delta_rule(qkv[:9], g[:9], beta[:9], mixer, DeltaLayout(np.array([0, 9])))
-    steps = [delta_step(qkv[t, None], g[t, None], beta[t, None], mixer, tail, state) for t in range(9, 24)]
+    steps = [
+        delta_step(qkv[t, None], g[t, None], beta[t, None], mixer, tail, state)
+        for t in range(9, 24)
+    ]
     assert (torch.cat(steps) == whole[9:]).float().mean() > 0.98
     assert torch.equal(tail, tails)
     torch.testing.assert_close(state, states, atol=1e-5, rtol=1e-5)

@@ -20,7 +20,9 @@ class Dense:
 
     def add(self, n: int) -> None:
         self.pages.add(n)
-        self.rows += [{layer: [torch.zeros(HEADS, 0, DIM)] * 2 for layer in (0, 2)} for _ in range(n)]
+        self.rows += [
+            {layer: [torch.zeros(HEADS, 0, DIM)] * 2 for layer in (0, 2)} for _ in range(n)
+        ]
 
     def fill(self, rows: list[int], lengths: list[int]) -> None:
         tokens = torch.randn(2, 2, sum(lengths) + 5, HEADS, DIM)
@@ -45,12 +47,21 @@ class Dense:
             part = self.pages.attend(layer, q, k, v, 0.3)
             for i, row in enumerate(self.rows):
                 keys, values = row[layer] = [
-                    torch.cat([x, new[i, :, None]], 1) for x, new in zip(row[layer], (k, v), strict=True)
+                    torch.cat([x, new[i, :, None]], 1)
+                    for x, new in zip(row[layer], (k, v), strict=True)
                 ]
-                expected = torch.nn.functional.scaled_dot_product_attention(q[i], keys, values, scale=0.3)
-                torch.testing.assert_close(part.out[i] / part.total[i], expected, atol=1e-6, rtol=1e-5)
-                scores = (q[i] @ keys.transpose(-1, -2) * 0.3).logsumexp(-1, keepdim=True)  # what merging goes by
-                torch.testing.assert_close(part.top[i] + part.total[i].log(), scores, atol=1e-5, rtol=1e-5)
+                expected = torch.nn.functional.scaled_dot_product_attention(
+                    q[i], keys, values, scale=0.3
+                )
+                torch.testing.assert_close(
+                    part.out[i] / part.total[i], expected, atol=1e-6, rtol=1e-5
+                )
+                scores = (q[i] @ keys.transpose(-1, -2) * 0.3).logsumexp(
+                    -1, keepdim=True
+                )  # what merging goes by
+                torch.testing.assert_close(
+                    part.top[i] + part.total[i].log(), scores, atol=1e-5, rtol=1e-5
+                )
 
 
 @pytest.fixture

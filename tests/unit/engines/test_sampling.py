@@ -37,7 +37,10 @@ def excess(counts, p):
         ({}, P),
         ({"temperature": 0.5}, P**2),
         ({"top_k": 3}, torch.where(P >= 0.2, P, 0.0)),
-        ({"top_p": 0.65}, torch.where(P >= 0.2, P, 0.0)),  # 0.35 + 0.25 are less than 0.65: one more is kept
+        (
+            {"top_p": 0.65},
+            torch.where(P >= 0.2, P, 0.0),
+        ),  # 0.35 + 0.25 are less than 0.65: one more is kept
         ({"top_p": 0.59}, torch.where(P >= 0.25, P, 0.0)),
         ({"top_p": 0.01}, torch.where(P >= 0.35, P, 0.0)),
     ],
@@ -49,7 +52,9 @@ def test_draws_follow_the_distribution(sampling, expected):
     if (p > 0).sum() > 1:
         assert excess(counts, p) < 4
         without = np.where(np.arange(len(p)) == p.argmax(), 0, counts)
-        assert excess(without, p) > 100, "an engine that never draws the likeliest token must not pass"
+        assert excess(without, p) > 100, (
+            "an engine that never draws the likeliest token must not pass"
+        )
         shifted = np.where(np.arange(len(p)) == p.argmax(), counts * 0.9, counts)
         assert excess(shifted, p) > 4, "nor one that draws it a little too rarely"
     else:
@@ -66,7 +71,9 @@ def test_greedy_rows_take_the_likeliest_at_any_number():
     torch.testing.assert_close(logprobs[::2], P.log()[1].expand(500))
 
 
-RISES = torch.zeros(len(P)).index_fill(0, torch.tensor([0, 2, 5, 9]), 1e-3)  # where an id has no probability
+RISES = torch.zeros(len(P)).index_fill(
+    0, torch.tensor([0, 2, 5, 9]), 1e-3
+)  # where an id has no probability
 CUMULATIVES = {
     "rises at banned ids": P.cumsum(0) + RISES,
     "falls behind banned ids": P.cumsum(0) + RISES - 2 * RISES.roll(1),
@@ -80,7 +87,9 @@ CUMULATIVES = {
 def test_no_banned_id_is_drawn_whatever_the_cumulative_sum_is(cumulative, monkeypatch):
     """A parallel sum rounds differently at every place: on CUDA it need not be monotone, nor constant where nothing is added."""
     n = 4001
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: CUMULATIVES[cumulative].repeat(len(x), 1))
+    monkeypatch.setattr(
+        torch.Tensor, "cumsum", lambda x, dim: CUMULATIVES[cumulative].repeat(len(x), 1)
+    )
     u = torch.cat([torch.linspace(0, 1, n)[:-1], torch.tensor([1 - 2**-24])])
     ids, logprobs = sampler(n)(logits(n), u)
     assert not BANNED[ids].any()

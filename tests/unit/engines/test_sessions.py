@@ -5,7 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import EOS, IMAGE_ID, VISION_END, VISION_START, answered, grids, image, tiny_model, transformers_logprobs
+from tiny import (
+    EOS,
+    IMAGE_ID,
+    VISION_END,
+    VISION_START,
+    answered,
+    grids,
+    image,
+    tiny_model,
+    transformers_logprobs,
+)
 from tiny import prompt as tiny_prompt
 from tiny import request as tiny_request
 
@@ -29,11 +39,15 @@ def openings(samples=3):
 
 def continued(request, index, sample, rng, seed):
     """The next turn of sample `index`: the rest of a cut turn, up to two new images, sometimes one that was shown before."""
-    shown = [image(rng, *(int(n) for n in rng.integers(1, 4, 2))) for _ in range(rng.integers(0, 3))]
+    shown = [
+        image(rng, *(int(n) for n in rng.integers(1, 4, 2))) for _ in range(rng.integers(0, 3))
+    ]
     if request.images and rng.random() < 0.4:
         shown.append((request.images[0], request.image_grids[0]))
     rest = [] if sample.ids[-1] == EOS else [EOS]
-    new = np.concatenate([rest, tiny_prompt(rng, [grid for _, grid in shown], int(rng.integers(1, 5)))])
+    new = np.concatenate(
+        [rest, tiny_prompt(rng, [grid for _, grid in shown], int(rng.integers(1, 5)))]
+    )
     return Request(
         np.concatenate([request.ids, sample.ids, new]).astype(np.int32),
         request.images + tuple(ref for ref, _ in shown),
@@ -57,8 +71,12 @@ def play(engine, turns=4, between=lambda turn: None, fresh=True):
         for request, completion in zip(requests, done, strict=True):
             for i, sample in enumerate(completion.samples):
                 played.append((request, sample))
-                following.append(continued(request, i, sample, rng, seed=1000 * turn + len(following)))
-                new += (len(following[-1].ids) - len(request.ids) - len(sample.ids) + 1) * (turn + 1 < turns)
+                following.append(
+                    continued(request, i, sample, rng, seed=1000 * turn + len(following))
+                )
+                new += (len(following[-1].ids) - len(request.ids) - len(sample.ids) + 1) * (
+                    turn + 1 < turns
+                )
         requests = following
         between(turn)
     return played, new
@@ -81,14 +99,19 @@ def without_sessions(engine):
 
 
 @pytest.mark.parametrize(
-    ("max_running", "family"), [(5, "qwen3_vl"), (64, "qwen3_vl"), (5, "qwen3_5"), (64, "qwen3_5_moe")]
+    ("max_running", "family"),
+    [(5, "qwen3_vl"), (64, "qwen3_vl"), (5, "qwen3_5"), (64, "qwen3_5_moe")],
 )
-def test_each_token_is_computed_once_and_logprobs_are_those_of_a_full_forward(engine_of, max_running, family):
+def test_each_token_is_computed_once_and_logprobs_are_those_of_a_full_forward(
+    engine_of, max_running, family
+):
     engine = engine_of(max_running, family)
     played, new = play(engine)
     assert engine.prefilled_tokens == new
     assert_right(played, tiny_model(family=family))
-    assert any(s.finish_reason == "length" for _, s in played) and any(s.finish_reason == "stop" for _, s in played)
+    assert any(s.finish_reason == "length" for _, s in played) and any(
+        s.finish_reason == "stop" for _, s in played
+    )
     whole = without_sessions(engine_of(max_running, family))
     assert ids_of(play(whole)[0]) == ids_of(played)
     assert whole.prefilled_tokens > 1.5 * new and whole.sessions.bytes == 0
@@ -121,7 +144,9 @@ def test_weights_loaded_between_turns_end_what_was_kept(engine_of, family):
             assert engine.sessions.bytes == 0
 
     played, new = play(engine, between=load, fresh=False)
-    of_version = [[pair for pair in played if (pair[1].versions == version).all()] for version in (0, 1)]
+    of_version = [
+        [pair for pair in played if (pair[1].versions == version).all()] for version in (0, 1)
+    ]
     assert list(map(len, of_version)) == [24, 24]
     assert_right(of_version[0], tiny_model(family=family))
     assert_right(of_version[1], other)
@@ -140,7 +165,9 @@ def test_sessions_may_go_at_any_time(engine_of):
 
     engine = engine_of()
     some = [f"{g}/{i}" for g in range(4) for i in (0, 2)]
-    played, new = play(engine, between=lambda turn: engine.end_sessions(some) if turn == 1 else None)
+    played, new = play(
+        engine, between=lambda turn: engine.end_sessions(some) if turn == 1 else None
+    )
     assert ids_of(played) == expected and new < engine.prefilled_tokens < 1.5 * new
 
     engine = engine_of()
@@ -191,7 +218,9 @@ def test_answers_may_lose_tokens_in_the_history(engine_of, family):
             had = np.concatenate([request.ids, sample.ids[:-1]])
             n = min(len(had), len(following[-1].ids))
             shared = int(np.flatnonzero(np.append(had[:n] != following[-1].ids[:n], True))[0])
-            new += (len(following[-1].ids) - shared * (family == "qwen3_vl" or shared == len(had))) * (turn < 3)
+            new += (
+                len(following[-1].ids) - shared * (family == "qwen3_vl" or shared == len(had))
+            ) * (turn < 3)
         requests = following
     assert_right(played, tiny_model(family=family))
     assert engine.prefilled_tokens == new
@@ -243,9 +272,19 @@ def test_what_was_not_used_for_longest_goes_first():
     assert all(sessions.find(name, asked, IMAGE_ID) for name in "abcd")
     sessions.put("a", kept(shared, part(10), part(5)))
     sessions.shrink(8 * 175)
-    assert [sessions.find(name, asked, IMAGE_ID) is not None for name in "abcd"] == [True, False, True, True]
+    assert [sessions.find(name, asked, IMAGE_ID) is not None for name in "abcd"] == [
+        True,
+        False,
+        True,
+        True,
+    ]
     sessions.shrink(8 * 120)
-    assert [sessions.find(name, asked, IMAGE_ID) is not None for name in "abcd"] == [True, False, False, False]
+    assert [sessions.find(name, asked, IMAGE_ID) is not None for name in "abcd"] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert sessions.bytes == 8 * 115
     sessions.end("a")
     assert sessions.bytes == 0

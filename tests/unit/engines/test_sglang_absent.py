@@ -15,8 +15,18 @@ from rlinf_vl.models.families import family_of
 @pytest.mark.parametrize(
     ("version", "deterministic", "error", "message"),
     [
-        (None, False, ImportError, "sglang is not installed here; run 'bash requirements/install.sh --sglang"),
-        ("0.5.22", False, ImportError, "sglang 0.5.22 is installed here, and 0.5.23 or newer is needed; run 'bash"),
+        (
+            None,
+            False,
+            ImportError,
+            "sglang is not installed here; run 'bash requirements/install.sh --sglang",
+        ),
+        (
+            "0.5.22",
+            False,
+            ImportError,
+            "sglang 0.5.22 is installed here, and 0.5.23 or newer is needed; run 'bash",
+        ),
         (None, True, ValueError, "deterministic: true needs a GPU"),
     ],
 )
@@ -27,6 +37,8 @@ def test_the_error_says_what_to_do(monkeypatch, version, deterministic, error, m
         return version
 
     monkeypatch.setattr(machine, "version", found)
-    settings = Settings(model_path="nowhere", context_length=8, max_running=1, deterministic=deterministic)
+    settings = Settings(
+        model_path="nowhere", context_length=8, max_running=1, deterministic=deterministic
+    )
     with pytest.raises(error, match=message):
         SglangEngine(settings, family_of("qwen3_vl"), banned=np.zeros(8, bool), pixels=pixels)

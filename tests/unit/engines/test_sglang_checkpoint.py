@@ -14,7 +14,9 @@ KINDS = {"full": "full_attention", "linear": "linear_attention"}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_members_run_on_a_gpu(family):
     assert not list(refusals(AutoConfig.for_model(family).to_dict(), on_cpu=False))
-    assert not list(refusals({"model_type": family}, on_cpu=False)), "and where config.json leaves everything out"
+    assert not list(refusals({"model_type": family}, on_cpu=False)), (
+        "and where config.json leaves everything out"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -29,10 +31,25 @@ def test_a_gated_delta_net_needs_a_gpu(family):
 @pytest.mark.parametrize(
     ("family", "text", "vision", "reason"),
     [
-        ("qwen2_5_vl", {}, {"patch_size": 8}, "patches of 1176 numbers .*, not of 384 .patch_size 8"),
+        (
+            "qwen2_5_vl",
+            {},
+            {"patch_size": 8},
+            "patches of 1176 numbers .*, not of 384 .patch_size 8",
+        ),
         ("qwen2_5_vl", {}, {"in_channels": 1}, "not of 392"),
-        ("qwen3_vl_moe", {}, {"deepstack_visual_indexes": [1, 2]}, r"3 deepstack layers, .* is \[1, 2\]"),
-        ("qwen3_vl_moe", {"mlp_only_layers": [0]}, {}, r"every layer experts, .*mlp_only_layers is \[0\]"),
+        (
+            "qwen3_vl_moe",
+            {},
+            {"deepstack_visual_indexes": [1, 2]},
+            r"3 deepstack layers, .* is \[1, 2\]",
+        ),
+        (
+            "qwen3_vl_moe",
+            {"mlp_only_layers": [0]},
+            {},
+            r"every layer experts, .*mlp_only_layers is \[0\]",
+        ),
         ("qwen3_vl_moe", {"decoder_sparse_step": 2}, {}, "decoder_sparse_step 2"),
         ("qwen3_5", {"layer_types": [KINDS["full"], KINDS["linear"]]}, {}, "every n-th layer"),
         ("qwen3_5_moe", {"layer_types": [KINDS["linear"]] * 2}, {}, "every n-th layer"),
@@ -47,7 +64,9 @@ def test_what_sglang_can_not_run(family, text, vision, reason):
     assert re.search(reason, found), found
 
 
-@pytest.mark.parametrize("kinds", ["full", "linear full linear full linear", "full full", "linear linear full linear"])
+@pytest.mark.parametrize(
+    "kinds", ["full", "linear full linear full linear", "full full", "linear linear full linear"]
+)
 def test_layers_that_alternate_evenly_run(kinds):
     text = {"layer_types": [KINDS[kind] for kind in kinds.split()]}
     assert not list(refusals({"model_type": "qwen3_5", "text_config": text}, on_cpu=False))

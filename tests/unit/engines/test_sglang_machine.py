@@ -31,7 +31,9 @@ def tools(tmp_path, monkeypatch):
 NVCC = "Cuda compilation tools, release 13.0, V13.0.88"
 
 
-def test_nothing_is_missing_where_all_is_there_and_ninja_is_beside_the_interpreter_only(tools, monkeypatch):
+def test_nothing_is_missing_where_all_is_there_and_ninja_is_beside_the_interpreter_only(
+    tools, monkeypatch
+):
     tools(venv__bin__ninja="", **{"bin__c++": "", "bin__nvcc": NVCC})
     assert machine.missing_tools() == []
     monkeypatch.setenv("CXX", "c++ -O1")
@@ -49,7 +51,9 @@ def test_each_tool_that_is_missing_is_named_with_the_way_out(tools, monkeypatch)
 
 def test_an_nvcc_of_another_cuda_is_named_with_its_version(tools, monkeypatch):
     folder = tools(
-        venv__bin__ninja="", cuda__bin__nvcc=NVCC.replace("13.0,", "12.6,"), **{"bin__c++": "", "bin__nvcc": NVCC}
+        venv__bin__ninja="",
+        cuda__bin__nvcc=NVCC.replace("13.0,", "12.6,"),
+        **{"bin__c++": "", "bin__nvcc": NVCC},
     )
     assert machine.missing_tools() == []
     monkeypatch.setenv("CUDA_HOME", str(folder / "cuda"))  # SGLang asks it before PATH
@@ -67,13 +71,18 @@ def test_the_interpreters_folder_is_first_on_path_once(monkeypatch):
 def test_expandable_segments_are_taken_out_where_the_memory_saver_runs(monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
     assert name not in machine.cuda_environment(shared_gpu=False)
-    assert machine.cuda_environment(shared_gpu=True)[name] == "max_split_size_mb:64,expandable_segments:False"
+    assert (
+        machine.cuda_environment(shared_gpu=True)[name]
+        == "max_split_size_mb:64,expandable_segments:False"
+    )
 
 
 def test_the_folder_of_libcudart_is_first_for_the_loader(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "cudart_folder", lambda: tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
-    assert machine.cuda_environment(True)["LD_LIBRARY_PATH"] == os.pathsep.join([str(tmp_path), "/opt/lib"])
+    assert machine.cuda_environment(True)["LD_LIBRARY_PATH"] == os.pathsep.join(
+        [str(tmp_path), "/opt/lib"]
+    )
     monkeypatch.delenv("LD_LIBRARY_PATH")
     assert machine.cuda_environment(True)["LD_LIBRARY_PATH"] == str(tmp_path)
 

@@ -25,8 +25,14 @@ def request(ids, *grids):
 
 def test_each_images_placeholders_are_found():
     ids = [1, *[PAD] * 4, 2, 3, *[PAD] * 6, 2]
-    assert messages.placeholder_runs(request(ids, (1, 4, 4), (1, 4, 6)), PAD, 2) == [(1, 4), (7, 12)]
-    assert messages.placeholder_runs(request([PAD, 1, PAD], (1, 2, 2), (1, 2, 2)), PAD, 2) == [(0, 0), (2, 2)]
+    assert messages.placeholder_runs(request(ids, (1, 4, 4), (1, 4, 6)), PAD, 2) == [
+        (1, 4),
+        (7, 12),
+    ]
+    assert messages.placeholder_runs(request([PAD, 1, PAD], (1, 2, 2), (1, 2, 2)), PAD, 2) == [
+        (0, 0),
+        (2, 2),
+    ]
     assert messages.placeholder_runs(request([1, 2]), PAD, 2) == []
 
 
@@ -35,9 +41,21 @@ def test_each_images_placeholders_are_found():
     [
         ([1, PAD, 2], [], "with 0 images has 1 runs"),  # SGLang would answer blind
         ([1, 2, 3], [(1, 2, 2)], "with 1 images has 0 runs"),
-        ([1, PAD, 2], [(1, 2, 2), (1, 2, 2)], "with 2 images has 1 runs"),  # it would pass over the second
-        ([1, PAD, PAD, 2], [(1, 2, 2)], r"image 0 \(.*\) of grid \[1, 2, 2\] takes 1 placeholders, .* at 1 to 2 has 2"),
-        ([PAD, 1, PAD, PAD], [(1, 2, 4), (1, 2, 2)], "image 0 .* takes 2 placeholders"),  # swapped: the wrong image
+        (
+            [1, PAD, 2],
+            [(1, 2, 2), (1, 2, 2)],
+            "with 2 images has 1 runs",
+        ),  # it would pass over the second
+        (
+            [1, PAD, PAD, 2],
+            [(1, 2, 2)],
+            r"image 0 \(.*\) of grid \[1, 2, 2\] takes 1 placeholders, .* at 1 to 2 has 2",
+        ),
+        (
+            [PAD, 1, PAD, PAD],
+            [(1, 2, 4), (1, 2, 2)],
+            "image 0 .* takes 2 placeholders",
+        ),  # swapped: the wrong image
         ([PAD, 1, PAD, PAD], [(1, 2, 2), (2, 2, 4)], "image 1 .* takes 4 placeholders"),
     ],
 )
@@ -48,13 +66,25 @@ def test_what_sglang_would_answer_blind_or_for_the_wrong_image_is_refused(ids, g
 
 def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another():
     images = request([PAD, 1, PAD, 1, PAD], *[(1, 2, 2)] * 3)
-    images = Request(images.ids, (*images.images[:2], images.images[0]), images.image_grids, images.sampling, (0,))
+    images = Request(
+        images.ids,
+        (*images.images[:2], images.images[0]),
+        images.image_grids,
+        images.sampling,
+        (0,),
+    )
     places = [MappedPatches("", 0, (4, 3))] * 3
     runs = messages.placeholder_runs(images, PAD, 2)
     first, second, again = messages.sent_images(images, runs, places, tower=0)
     assert first.identity == again.identity != second.identity and len(first.identity) == 32
-    assert [i.run for i in (first, second, again)] == [(0, 0), (2, 2), (4, 4)] and first.grid == (1, 2, 2)
-    assert messages.sent_images(images, runs, places, tower=1)[0].identity != first.identity, "or it is found encoded"
+    assert [i.run for i in (first, second, again)] == [(0, 0), (2, 2), (4, 4)] and first.grid == (
+        1,
+        2,
+        2,
+    )
+    assert messages.sent_images(images, runs, places, tower=1)[0].identity != first.identity, (
+        "or it is found encoded"
+    )
 
 
 @pytest.fixture
@@ -66,7 +96,11 @@ def files():
         made.append(image)
         if not image.data:
             raise ImageError("image_unusable", "it is empty")
-        return np.random.default_rng(len(made)).standard_normal((int(image.data), 1536)).astype(np.float32)
+        return (
+            np.random.default_rng(len(made))
+            .standard_normal((int(image.data), 1536))
+            .astype(np.float32)
+        )
 
     files = PixelFiles(pixels, max_bytes=4 * 100 * 1536 * 4, files=4)
     yield files, made
@@ -88,7 +122,9 @@ def test_patches_travel_as_a_name_and_arrive_as_they_were(files):
     for number, there in enumerate(arrived):
         here = np.random.default_rng(number + 1).standard_normal(there.shape).astype(np.float32)
         np.testing.assert_array_equal(there.numpy(), here)
-        assert there.untyped_storage().nbytes() == here.nbytes  # its own: pickled again, it does not carry the others
+        assert (
+            there.untyped_storage().nbytes() == here.nbytes
+        )  # its own: pickled again, it does not carry the others
     there.add_(1)  # and nobody else's
     with pytest.raises(FileNotFoundError):
         pickle.loads(message)
@@ -130,10 +166,16 @@ def test_a_request_with_an_image_that_can_not_be_used_holds_nothing(files):
 
 
 def test_routes_are_those_of_the_layers_that_have_a_mixture():
-    told = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)  # tokens but the last, layers, experts of a token
+    told = np.arange(4 * 3 * 2, dtype=np.int32).reshape(
+        4, 3, 2
+    )  # tokens but the last, layers, experts of a token
     for experts, dtype in ((256, np.uint8), (300, np.int16)):
-        routes = messages.routes_of(base64.b64encode(told.tobytes()).decode(), 5, Mixture((0, 2), experts, 2))
-        assert routes.dtype == dtype and routes.tolist() == [[*told[t, 0], *told[t, 2]] for t in range(4)] + [[0] * 4]
+        routes = messages.routes_of(
+            base64.b64encode(told.tobytes()).decode(), 5, Mixture((0, 2), experts, 2)
+        )
+        assert routes.dtype == dtype and routes.tolist() == [
+            [*told[t, 0], *told[t, 2]] for t in range(4)
+        ] + [[0] * 4]
     assert not messages.routes_of(None, 5, Mixture((0, 2), 8, 2)).any()
 
 
@@ -143,7 +185,12 @@ def test_routes_are_those_of_the_layers_that_have_a_mixture():
         ([4, 5], "abort", True, "abort"),
         ([4, 5], "abort", False, "error"),  # SGLang gave up by itself
         ([], "abort", True, "abort"),  # it had not begun
-        ([4, 9], "abort", True, "stop"),  # the very last token was an end id: nothing is left to draw
+        (
+            [4, 9],
+            "abort",
+            True,
+            "stop",
+        ),  # the very last token was an end id: nothing is left to draw
         ([4, 5, 6], "abort", True, "length"),
         ([4, 5, 6], "length", True, "length"),
         ([4], "timeout", True, "error"),
@@ -151,7 +198,9 @@ def test_routes_are_those_of_the_layers_that_have_a_mixture():
 )
 def test_an_interrupted_sample_is_joined_with_what_follows(drawn, reason, interrupted, expected):
     """Two tokens of version 3, then `drawn` by version 4; at most five, or up to id 9."""
-    begun = Sample(np.array([1, 2], np.int32), np.float32([-1, -2]), np.array([3, 3], np.int32), "abort")
+    begun = Sample(
+        np.array([1, 2], np.int32), np.float32([-1, -2]), np.array([3, 3], np.int32), "abort"
+    )
     meta = {
         "output_token_logprobs": [(-float(token), token, None) for token in drawn],
         "weight_versions": [{"version": "4", "start": 0, "end": len(drawn)}],
@@ -160,5 +209,7 @@ def test_an_interrupted_sample_is_joined_with_what_follows(drawn, reason, interr
     more = messages.as_sample({"output_ids": drawn, "meta_info": meta}, (9,), 7, None, interrupted)
     whole = messages.joined(begun, more, SamplingParams(max_new_tokens=5, stop_ids=(9,)))
     assert whole.finish_reason == expected
-    assert whole.ids.tolist() == [1, 2, *drawn] and whole.versions.tolist() == [3, 3] + [4] * len(drawn)
+    assert whole.ids.tolist() == [1, 2, *drawn] and whole.versions.tolist() == [3, 3] + [4] * len(
+        drawn
+    )
     assert whole.logprobs.tolist() == [-1, -2, *(-token for token in drawn)]

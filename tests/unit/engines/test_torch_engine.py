@@ -7,7 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import EOS, IMAGE_ID, PAD, VOCAB, answered, banned, pixels, tiny_model, transformers_logprobs
+from tiny import (
+    EOS,
+    IMAGE_ID,
+    PAD,
+    VOCAB,
+    answered,
+    banned,
+    pixels,
+    tiny_model,
+    transformers_logprobs,
+)
 from tiny import request as tiny_request
 
 from rlinf_vl.controller.mismatch import Score, judge
@@ -27,7 +37,9 @@ def prompts():
 
 
 def request(g, n, seed=0, **sampling):
-    return replace(g, sampling=SamplingParams(stop_ids=(EOS,), **sampling), seeds=tuple(range(seed, seed + n)))
+    return replace(
+        g, sampling=SamplingParams(stop_ids=(EOS,), **sampling), seeds=tuple(range(seed, seed + n))
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,11 +73,16 @@ def test_greedy_ids_are_those_of_generate(engine_of, family):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("max_running", [5, 64])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_those_of_the_sampling_distribution(engine_of, temperature, max_running, family):
+def test_logprobs_are_those_of_the_sampling_distribution(
+    engine_of, temperature, max_running, family
+):
     """With 5 places for 4 samples each, slots are refilled; nothing may change by it."""
     engine, model = engine_of(max_running, family), tiny_model(family=family)
     done = engine.generate(
-        [request(g, 4, seed=10 * i, temperature=temperature, max_new_tokens=10) for i, g in enumerate(prompts())]
+        [
+            request(g, 4, seed=10 * i, temperature=temperature, max_new_tokens=10)
+            for i, g in enumerate(prompts())
+        ]
     )
     for g, completion in zip(prompts(), done, strict=True):
         for sample in completion.samples:
@@ -89,7 +106,9 @@ def test_what_is_sampled_does_not_depend_on_the_company(engine_of, family):
 
 def test_lengths_and_reasons_of_mixed_requests(engine_of):
     g = prompts()
-    done = engine_of().generate([request(g[0], 3, max_new_tokens=1), request(g[1], 2, max_new_tokens=30)])
+    done = engine_of().generate(
+        [request(g[0], 3, max_new_tokens=1), request(g[1], 2, max_new_tokens=30)]
+    )
     assert [len(s.ids) for s in done[0].samples] == [1, 1, 1]
     for sample in done[1].samples:
         assert sample.finish_reason == ("stop" if sample.ids[-1] == EOS else "length")
@@ -103,7 +122,9 @@ def test_a_rows_state_takes_its_room(engine_of, monkeypatch):
     room = 2 * (of_tokens + state.row_bytes())
     assert room >= 4 * of_tokens
     monkeypatch.setattr(engine, "_free_bytes", lambda: room)
-    monkeypatch.setattr(engine.batch, "begin", lambda pending, v: (admitted.append(len(pending)), begin(pending, v)))
+    monkeypatch.setattr(
+        engine.batch, "begin", lambda pending, v: (admitted.append(len(pending)), begin(pending, v))
+    )
     futures = engine.submit([request(g, 1, seed, max_new_tokens=5) for seed in range(6)])
     assert all(len(future.result(timeout=60).samples) == 1 for future in futures)
     assert admitted[0] == 2
@@ -113,12 +134,16 @@ def first_token_probabilities(g):
     """[VOCAB]: what transformers gives each token to begin with, banned ones left out."""
     p = np.zeros(VOCAB)
     for token in np.flatnonzero(~banned()):
-        one = answered(g, [Sample(np.array([token]), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")])
+        one = answered(
+            g, [Sample(np.array([token]), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")]
+        )
         p[token] = transformers_logprobs(tiny_model(), one, 0).detach().exp()
     return p
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.5, "temperature": 0.8}])
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.5, "temperature": 0.8}]
+)
 def test_truncated_sampling_agrees_with_the_trainer(engine_of, sampling):
     """Top-k and top-p choose what is drawn. The logprobs are the trainer's, so the mismatch guard has nothing to stop for."""
     g = prompts()[0]
@@ -127,10 +152,15 @@ def test_truncated_sampling_agrees_with_the_trainer(engine_of, sampling):
     p = first_token_probabilities(g) ** (1 / temperature)
     p /= p.sum()
     order = p.argsort()[::-1]
-    kept = order[(p[order].cumsum() - p[order] < sampling.get("top_p", 1.0))][: sampling.get("top_k")]
+    kept = order[(p[order].cumsum() - p[order] < sampling.get("top_p", 1.0))][
+        : sampling.get("top_k")
+    ]
     assert {int(s.ids[0]) for s in done.samples} == set(kept.tolist())
     differences = [
-        np.abs(s.logprobs - transformers_logprobs(tiny_model(), answered(g, [s]), 0, temperature).detach().numpy())
+        np.abs(
+            s.logprobs
+            - transformers_logprobs(tiny_model(), answered(g, [s]), 0, temperature).detach().numpy()
+        )
         for s in done.samples[:8]
     ]
     scores = [Score(1, len(d), float(d.sum()), 9.0) for d in differences]
@@ -153,7 +183,9 @@ def test_samples_follow_the_distribution(engine_of):
 
     assert excess(counts) < 4
     without_likeliest = np.where(p == p.max(), 0, counts)
-    assert excess(without_likeliest) > 20, "an engine that never draws the likeliest token must not pass"
+    assert excess(without_likeliest) > 20, (
+        "an engine that never draws the likeliest token must not pass"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -196,7 +228,9 @@ def test_an_engine_that_makes_no_step_is_not_alive_until_it_goes_on(engine_of, m
     assert wedged.wait(60)
     assert engine.alive(3600), "a step may take its time"
     wait_until(lambda: not engine.alive(0.01))
-    sync = threading.Thread(target=engine.load_weights, args=([], 1))  # waits for the step, and changes nothing
+    sync = threading.Thread(
+        target=engine.load_weights, args=([], 1)
+    )  # waits for the step, and changes nothing
     sync.start()
     wait_until(lambda: engine._threads_waiting)
     engine.submit([request(prompts()[1], 1, max_new_tokens=3)])
@@ -263,8 +297,12 @@ def test_nothing_more_is_sampled_for_a_request_that_is_cancelled(engine_of, monk
     assert cancelled.cancel() and waiting.cancel()
     may_go_on.set()
     assert [len(sample.ids) for sample in kept.result(60).samples] == [30, 30]
-    assert [len(row.ids) for row in given_up] == [4, 4], "tokens were sampled after the cancellation"
-    assert steps[:28] == [4] * 3 + [2] * 25, "rows of a cancelled request were computed, or one that waited was begun"
+    assert [len(row.ids) for row in given_up] == [4, 4], (
+        "tokens were sampled after the cancellation"
+    )
+    assert steps[:28] == [4] * 3 + [2] * 25, (
+        "rows of a cancelled request were computed, or one that waited was begun"
+    )
 
 
 def test_an_engine_that_sleeps_is_not_asked_to_generate(engine_of):
@@ -274,7 +312,9 @@ def test_an_engine_that_sleeps_is_not_asked_to_generate(engine_of):
     engine.restore_memory()  # nothing was released
     engine.release_memory()
     pages = engine.batch.cache.prompts, engine.batch.cache.continuations
-    assert not any(part.nbytes for pool in pages for part in (pool._keys, pool._values)), "pages stay for nobody"
+    assert not any(part.nbytes for pool in pages for part in (pool._keys, pool._values)), (
+        "pages stay for nobody"
+    )
     with pytest.raises(AssertionError, match="kv_cache.*weights"):
         engine.submit(asked)
     new = [{name: p.detach() for name, p in tiny_model().named_parameters()}]
@@ -313,11 +353,15 @@ def test_closing_fails_what_is_unfinished(engine_of):
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
-def test_an_image_goes_through_the_tower_once_until_the_tower_changes(engine_of, family, monkeypatch):
+def test_an_image_goes_through_the_tower_once_until_the_tower_changes(
+    engine_of, family, monkeypatch
+):
     """Shown twice by one request, by another beside it and by one behind it; and what is sampled is what transformers says."""
     engine, model, seen = engine_of(family=family), tiny_model(family=family), []
     encode = batch.encode_images
-    monkeypatch.setattr(batch, "encode_images", lambda *args: seen.append(len(args[3])) or encode(*args))
+    monkeypatch.setattr(
+        batch, "encode_images", lambda *args: seen.append(len(args[3])) or encode(*args)
+    )
     one = tiny_request(np.random.default_rng(3), [(2, 3)])
     twice = replace(
         one,
@@ -339,7 +383,11 @@ def test_an_image_goes_through_the_tower_once_until_the_tower_changes(engine_of,
     # How often the image was encoded, when weights of each have come.
     times = {"language_model": 1, "projector": 2, "vision_tower": 3}
     for version, part in enumerate(times, 1):
-        weights = {name: p for name, p in model.named_parameters() if part_of(name, family_of(family)) == part}
+        weights = {
+            name: p
+            for name, p in model.named_parameters()
+            if part_of(name, family_of(family)) == part
+        }
         with torch.no_grad():
             for p in weights.values():
                 p.mul_(1.1)

@@ -80,16 +80,22 @@ def assert_explained(asked, done, by_version):
         for i, sample in enumerate(completion.samples):
             assert (np.diff(sample.versions) >= 0).all()
             group = answered(request, completion.samples)
-            expected = np.stack([transformers_logprobs(model, group, i).detach().numpy() for model in by_version])
+            expected = np.stack(
+                [transformers_logprobs(model, group, i).detach().numpy() for model in by_version]
+            )
             own = expected[sample.versions, np.arange(len(sample.ids))]
             np.testing.assert_allclose(sample.logprobs, own, atol=3e-5)
             if sample.versions[-1] > 0:
-                assert np.abs(expected[0] - own).max() > 0.05, "the weights differ too little for this to say anything"
+                assert np.abs(expected[0] - own).max() > 0.05, (
+                    "the weights differ too little for this to say anything"
+                )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("samples, max_running", [(3, 4), (3, 64), (1, 64)])
-def test_recomputed_rows_are_those_of_a_full_forward(engine_of, family, samples, max_running, monkeypatch):
+def test_recomputed_rows_are_those_of_a_full_forward(
+    engine_of, family, samples, max_running, monkeypatch
+):
     """Updates after the very first token, within, and twice with nothing between; with 4 rows groups wait for each other."""
     engine, by_version, asked = engine_of(max_running, family), models(family, 4), requests(samples)
     done = updated(engine, asked, by_version, (1, 12, 13), monkeypatch)
@@ -122,7 +128,9 @@ def test_what_was_recomputed_serves_the_next_turn(engine_of, monkeypatch):
     (done,) = updated(engine, asked, by_version, (5,), monkeypatch)
     before, sample = engine.prefilled_tokens, done.samples[1]
     ids = np.concatenate([asked[0].ids, sample.ids, np.array([5, 6, 7], np.int32)])
-    following = Request(ids, asked[0].images, asked[0].image_grids, LONG, (9,), asked[0].sessions[1:])
+    following = Request(
+        ids, asked[0].images, asked[0].image_grids, LONG, (9,), asked[0].sessions[1:]
+    )
     (next_turn,) = engine.generate([following])
     assert engine.prefilled_tokens - before == 1 + 3
     assert_explained([following], [next_turn], by_version)
@@ -141,7 +149,11 @@ def test_adapters_alone_are_swapped(engine_of, monkeypatch):
     stops = stopping(engine, (3, 12), monkeypatch)
     futures = engine.submit(asked)
     for version, _ in enumerate(stops, 1):
-        adapters = [(name, p.detach()) for name, p in by_version[version].named_parameters() if is_adapter(name)]
+        adapters = [
+            (name, p.detach())
+            for name, p in by_version[version].named_parameters()
+            if is_adapter(name)
+        ]
         assert adapters
         engine.load_weights([dict(adapters)], version)
     done = [future.result(timeout=60) for future in futures]
@@ -182,13 +194,19 @@ def test_kept_rows_are_those_of_decoding_with_swapped_weights(engine_of, family,
             np.testing.assert_allclose(sample.logprobs, expected, atol=3e-5)
     swapped = done[0].samples[0]
     whole = transformers_logprobs(by_version[2], answered(asked[0], [swapped]), 0).detach().numpy()
-    assert np.abs(whole - swapped.logprobs)[swapped.versions == 2].max() > 1e-3, "then there is nothing to tell apart"
+    assert np.abs(whole - swapped.logprobs)[swapped.versions == 2].max() > 1e-3, (
+        "then there is nothing to tell apart"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_kept_serves_the_next_turn(engine_of, family, monkeypatch):
     """An update within the first answer, one between the turns, one within the second: the next turn computes only what is new."""
-    engine, by_version, asked = engine_of(family=family, keep_kv=True), models(family, 4), requests(2)[:1]
+    engine, by_version, asked = (
+        engine_of(family=family, keep_kv=True),
+        models(family, 4),
+        requests(2)[:1],
+    )
     (done,) = updated(engine, asked, by_version, (5,), monkeypatch)
     engine.load_weights(weights_of(by_version[2]), 2)
     before, sample, shown = engine.prefilled_tokens, done.samples[1], (5, 6, 7)
@@ -198,7 +216,9 @@ def test_what_was_kept_serves_the_next_turn(engine_of, family, monkeypatch):
     assert set(sample.versions) == {0, 1} and set(following.versions) == {2, 3}
     assert engine.prefilled_tokens - before == 1 + len(shown)
     expected = kept_logprobs(family, by_version, asked[0], sample, [(shown, following)])
-    np.testing.assert_allclose(np.concatenate([sample.logprobs, following.logprobs]), expected, atol=3e-5)
+    np.testing.assert_allclose(
+        np.concatenate([sample.logprobs, following.logprobs]), expected, atol=3e-5
+    )
     engine.end_sessions(asked[0].sessions)
     assert engine.sessions.bytes == 0
 

@@ -157,9 +157,18 @@ def test_a_good_environment_holds_the_contract(case, tmp_path, capsys):
 
 def test_what_was_seen_is_told(tmp_path, capsys):
     _, out = checked(tmp_path, GOOD["as it should be"], capsys, "turns=5")
-    for text in ("turns of an episode: 5 to 5", "reward of an episode: 0 to ", "images a turn: 1 to 1; sizes: 48×32"):
+    for text in (
+        "turns of an episode: 5 to 5",
+        "reward of an episode: 0 to ",
+        "images a turn: 1 to 1; sizes: 48×32",
+    ):
         assert text in out
-    for text in ("metric left (", "reward part word (", "the start depends on group_seed", "slowest calls: "):
+    for text in (
+        "metric left (",
+        "reward part word (",
+        "the start depends on group_seed",
+        "slowest calls: ",
+    ):
         assert text in out
     assert "0 to 0, mean" not in out, "random answers find the word that pays"
 
@@ -188,7 +197,11 @@ def test_rows_of_a_file_start_it(tmp_path, capsys):
     [
         ("env.py:Evn", [], "no class 'Evn'"),
         ("sngle_turn", [], "did you mean 'single_turn'"),
-        ("env.py:Env", ["turn=3"], "Env takes no keyword 'turn'; it takes turns; did you mean 'turns'"),
+        (
+            "env.py:Env",
+            ["turn=3"],
+            "Env takes no keyword 'turn'; it takes turns; did you mean 'turns'",
+        ),
         ("env.py:Env", ["turns"], "write key=value"),
         ("env.py:Env", ["turns=["], "its value is not YAML"),
         ("env.py:Env", ["data.nothing=1"], "data.nothing: no such key"),
@@ -252,7 +265,9 @@ def test_typed_arguments_fit_their_schemas():
         Draft202012Validator(schema).validate(call["arguments"])
 
 
-def test_rows_without_answers_and_an_environment_that_grades_are_refused_by_name(tmp_path, monkeypatch, capsys):
+def test_rows_without_answers_and_an_environment_that_grades_are_refused_by_name(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     Path("tools.py").write_text(TOOLS)
     assert main(["check-env", "tools.py:Crops", "--data", "seeds://4"]) == 1

@@ -38,7 +38,9 @@ def problem_of(*sizes: tuple[int, int]) -> Problem:
     rng = np.random.default_rng(0)
     pictures = [Image.fromarray(rng.integers(0, 256, (h, w, 3), np.uint8)) for w, h in sizes]
     images = tuple(to_image_ref(picture, root=None) for picture in pictures)
-    return Problem("p:0", ({"role": "user", "content": "How long is $x$?"},), "\\boxed{5\\sqrt{3}}", images)
+    return Problem(
+        "p:0", ({"role": "user", "content": "How long is $x$?"},), "\\boxed{5\\sqrt{3}}", images
+    )
 
 
 def shown(env: GeometryTool, name: str, **arguments) -> Image.Image:
@@ -59,15 +61,26 @@ def test_first_answer_is_told_from_what_the_tool_helped_to():
     assert said(env, "calc_score", answer="\\sqrt{75}") == "1.0"
     result = env.step("So \\boxed{5\\sqrt{3}}.")
     assert result.done and result.info["answer"] == "So \\boxed{5\\sqrt{3}}."
-    assert result.info["metrics"] == {"tool_calls": 3.0, "tool_errors": 0.0, "first_correct": 0.0, "correct": 1.0}
+    assert result.info["metrics"] == {
+        "tool_calls": 3.0,
+        "tool_errors": 0.0,
+        "first_correct": 0.0,
+        "correct": 1.0,
+    }
 
 
 def test_an_answer_that_was_right_at_once_counts_as_first():
     env = env_of(problem_of((64, 64)))
     assert said(env, "calc_score", answer="\\boxed{5\\sqrt3}") == "1.0"
     result = env.step("\\boxed{8}")
-    assert (result.info["metrics"]["first_correct"], result.info["metrics"]["correct"]) == (1.0, 0.0)
-    assert env_of(problem_of((64, 64))).step("\\boxed{5\\sqrt3}").info["metrics"]["first_correct"] == 1.0
+    assert (result.info["metrics"]["first_correct"], result.info["metrics"]["correct"]) == (
+        1.0,
+        0.0,
+    )
+    assert (
+        env_of(problem_of((64, 64))).step("\\boxed{5\\sqrt3}").info["metrics"]["first_correct"]
+        == 1.0
+    )
 
 
 def test_crop_is_the_box_of_the_picture_in_thousandths():
@@ -87,7 +100,9 @@ def test_zoom_enlarges_to_the_pictures_size():
 
 
 @pytest.mark.parametrize("size", [(400, 200), (20, 50), (40, 7000), (1, 1)])
-@pytest.mark.parametrize("box", [[500, 500, 500.1, 500.1], [999, 999, 1000, 1000], [0, 0, 0.1, 1000]])
+@pytest.mark.parametrize(
+    "box", [[500, 500, 500.1, 500.1], [999, 999, 1000, 1000], [0, 0, 0.1, 1000]]
+)
 def test_what_is_shown_has_a_smallest_size_and_can_be_an_image(size, box):
     part = shown(env_of(problem_of(size)), "crop", box=box)
     assert part.width >= min(size[0], MIN_SIDE) and part.height >= min(size[1], MIN_SIDE)
@@ -123,8 +138,13 @@ def test_the_recipe_tells_of_its_tools():
     env = GeometryTool(grade=math_verdict, reward_max=1.0, reward_min=0.0, **rollout.env_kwargs)
     system, question = env.start(problem_of((64, 64)))
     text = system["content"][0]["text"]
-    assert text.startswith("You solve geometry problems") and text.endswith("in a message without calls.")
-    assert all(f'"name": "{name}"' in text for name in ("calc_score", "crop", "zoom")) and "{tools}" not in text
+    assert text.startswith("You solve geometry problems") and text.endswith(
+        "in a message without calls."
+    )
+    assert (
+        all(f'"name": "{name}"' in text for name in ("calc_score", "crop", "zoom"))
+        and "{tools}" not in text
+    )
     assert question == env.problem.messages[0]
 
 
@@ -137,6 +157,8 @@ def test_real_rows(geo3k_dir: Path):
         whole = decode(problem.images[0])
         assert shown(env, "crop", box=[0, 0, 1000, 1000]).size == whole.size
         part = shown(env, "zoom", box=[100, 100, 400, 400])
-        assert max(part.width / whole.width, part.height / whole.height) == pytest.approx(1, abs=0.02)
+        assert max(part.width / whole.width, part.height / whole.height) == pytest.approx(
+            1, abs=0.02
+        )
         result = env.step(problem.answer)
         assert result.info["metrics"]["correct"] == result.info["metrics"]["first_correct"] == 1.0

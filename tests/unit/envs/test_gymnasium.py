@@ -12,9 +12,15 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.inputs import RULES
 from rlinf_vl.types import Problem
 
-LAKE = {"id": "FrozenLake-v1", "make_kwargs": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
+LAKE = {
+    "id": "FrozenLake-v1",
+    "make_kwargs": {"is_slippery": False},
+    "actions": ["left", "down", "right", "up"],
+}
 TEXTS = "Task: $task. Say $actions.\n<image>\n---\nTurn $turn, $left left, $reward paid.<image>\n---\nNot $example."
-PROBLEM = Problem("p:0", ({"role": "user", "content": [{"type": "text", "text": "reach <image> $5"}]},), "1")
+PROBLEM = Problem(
+    "p:0", ({"role": "user", "content": [{"type": "text", "text": "reach <image> $5"}]},), "1"
+)
 
 
 def env_of(seed=1, group_seed=2, **changed):
@@ -27,16 +33,28 @@ def started(**changed):
 
 
 def texts(messages):
-    return [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
+    return [
+        part["text"]
+        for message in messages
+        for part in message["content"]
+        if part["type"] == "text"
+    ]
 
 
 def frames(messages):
-    return [np.asarray(part["image"]) for m in messages for part in m["content"] if part["type"] == "image"]
+    return [
+        np.asarray(part["image"])
+        for m in messages
+        for part in m["content"]
+        if part["type"] == "image"
+    ]
 
 
 def test_an_episode_is_walked_to_its_end():
     env, messages = started(max_episode_steps=20, reward_scale=2.0)
-    assert texts(messages) == ["Task: reach <image> $5. Say left, down, right, up.\n"], "a row's words are words"
+    assert texts(messages) == ["Task: reach <image> $5. Say left, down, right, up.\n"], (
+        "a row's words are words"
+    )
     (first,) = frames(messages)
     assert first.shape == (256, 256, 3)
     for said in ("down", r"so \boxed{left}, no: \boxed{Down}", "**right**", "DOWN.", "right"):
@@ -54,14 +72,20 @@ def test_an_episode_is_walked_to_its_end():
     env.close()
 
 
-@pytest.mark.parametrize("answer", ["", "jump", r"left \boxed{}", r"\boxed{left right}", "left or right", "<|im_end|>"])
+@pytest.mark.parametrize(
+    "answer", ["", "jump", r"left \boxed{}", r"\boxed{left right}", "left or right", "<|im_end|>"]
+)
 def test_an_invalid_answer_is_answered_and_is_a_step_of_the_episode(answer):
     env, _ = started(invalid_reward=-0.1, max_episode_steps=2)
     result = env.step(answer)
     assert (result.reward, result.done) == (-0.1, False)
     assert texts(result.messages) == ["Not left."] and not frames(result.messages)
     result = env.step(answer)
-    assert result.done and result.info["metrics"] == {"steps": 0, "invalid_answers": 2, "episode_reward": 0.0}
+    assert result.done and result.info["metrics"] == {
+        "steps": 0,
+        "invalid_answers": 2,
+        "episode_reward": 0.0,
+    }
 
 
 def test_the_group_seed_draws_the_start_and_the_seed_the_rest():
@@ -104,9 +128,14 @@ def test_frames_have_the_size_and_the_history_that_was_asked_for():
 
 def test_minigrid_says_its_mission_and_names_its_actions():
     env, messages = started(
-        id="minigrid:MiniGrid-Empty-5x5-v0", make_kwargs={}, actions=None, template="$mission: $actions<image>\n---\n"
+        id="minigrid:MiniGrid-Empty-5x5-v0",
+        make_kwargs={},
+        actions=None,
+        template="$mission: $actions<image>\n---\n",
     )
-    assert texts(messages) == ["get to the green goal square: left, right, forward, pickup, drop, toggle, done"]
+    assert texts(messages) == [
+        "get to the green goal square: left, right, forward, pickup, drop, toggle, done"
+    ]
     for said in ("forward", "forward", "right", "forward"):
         assert not env.step(said).done
     last = env.step("forward")
@@ -126,7 +155,11 @@ def test_crafter_has_the_old_form_and_no_registration():
     assert np.array_equal(frames(messages)[0], frames(started(**kwargs, seed=5)[1])[0])
     assert not np.array_equal(frames(messages)[0], frames(started(**kwargs, group_seed=5)[1])[0])
     result = env.step("move_left")
-    assert result.info["metrics"].keys() >= {"achievements/collect_wood", "discount", "episode_reward"}
+    assert result.info["metrics"].keys() >= {
+        "achievements/collect_wood",
+        "discount",
+        "episode_reward",
+    }
     assert "semantic" not in result.info["metrics"] and not result.done
     env.close()
 
@@ -142,7 +175,9 @@ def test_a_parser_takes_the_tables_place():
 
 def test_many_episodes_at_once_do_not_disturb_each_other():
     def episode(seed):
-        env, messages = started(make_kwargs={"is_slippery": True}, seed=seed, group_seed=0, max_episode_steps=5)
+        env, messages = started(
+            make_kwargs={"is_slippery": True}, seed=seed, group_seed=0, max_episode_steps=5
+        )
         seen = [frames(messages)[0].tobytes()]
         while not (result := env.step("right")).done:
             seen.append(frames(result.messages)[0].tobytes())
@@ -166,19 +201,26 @@ def test_many_episodes_at_once_do_not_disturb_each_other():
         ("{id: FrozenLake-v1, size: 0}", "size=0 must be a number of pixels"),
         ("{id: FrozenLake-v1, actions: left}", "actions='left' must be a list of names"),
         ("{id: FrozenLake-v1, template: once}", "write two or three texts"),
-        ("{id: FrozenLake-v1, template: '@nowhere.txt'}", "rollout.env_kwargs.template: no file 'nowhere.txt'"),
+        (
+            "{id: FrozenLake-v1, template: '@nowhere.txt'}",
+            "rollout.env_kwargs.template: no file 'nowhere.txt'",
+        ),
         ("{id: FrozenLake-v1, action: [a]}", "takes no keyword 'action'; it takes id, make"),
     ],
 )
 def test_what_can_not_work_is_refused_before_anything_starts(kwargs, expected):
     with pytest.raises(ConfigError) as error:
-        load_config("toy-grpo-cpu", ["rollout.env_class=gymnasium", f"rollout.env_kwargs={kwargs}"], RULES)
+        load_config(
+            "toy-grpo-cpu", ["rollout.env_class=gymnasium", f"rollout.env_kwargs={kwargs}"], RULES
+        )
     assert len(error.value.problems) == 1 and expected in str(error.value)
 
 
 def test_a_row_does_not_choose_which_function_is_called():
     make = EnvMaker("gymnasium", {"id": "FrozenLake-v1"}, {}, lambda *_: False, 1.0, 0.0)
-    make.check(Problem("p", (), "", columns={"env_kwargs": {"id": "minigrid:MiniGrid-Empty-5x5-v0"}}))
+    make.check(
+        Problem("p", (), "", columns={"env_kwargs": {"id": "minigrid:MiniGrid-Empty-5x5-v0"}})
+    )
     with pytest.raises(ValueError, match="gives make, which rollout.env_kwargs alone may say"):
         make.check(Problem("p", (), "", columns={"env_kwargs": {"make": "subprocess:Popen"}}))
 
@@ -188,7 +230,10 @@ def test_a_text_travels_with_the_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(
         "toy-grpo-cpu",
-        ["rollout.env_class=gymnasium", "rollout.env_kwargs={id: FrozenLake-v1, template: '@texts.txt'}"],
+        [
+            "rollout.env_class=gymnasium",
+            "rollout.env_kwargs={id: FrozenLake-v1, template: '@texts.txt'}",
+        ],
         RULES,
     )
     assert config.rollout.env_kwargs["template"] == TEXTS

@@ -13,7 +13,9 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.inputs import RULES
 from rlinf_vl.types import Problem
 
-PROBLEM = Problem("p:0", ({"role": "user", "content": [{"type": "text", "text": "Say yes."}]},), "yes")
+PROBLEM = Problem(
+    "p:0", ({"role": "user", "content": [{"type": "text", "text": "Say yes."}]},), "yes"
+)
 ENVS = """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -42,7 +44,14 @@ def function(): pass
 
 
 def maker(name, files=None, kwargs=None):
-    return EnvMaker(name, kwargs or {}, files or {}, lambda problem, response: problem.answer in response, 2.0, -1.0)
+    return EnvMaker(
+        name,
+        kwargs or {},
+        files or {},
+        lambda problem, response: problem.answer in response,
+        2.0,
+        -1.0,
+    )
 
 
 @pytest.fixture
@@ -56,7 +65,9 @@ def test_every_registered_class_is_there(name):
     assert isinstance(load_env_class(name, {}), type)
 
 
-@pytest.mark.parametrize(("name", "graded"), [("single_turn", True), ("rectangle_tool", True), ("maze", False)])
+@pytest.mark.parametrize(
+    ("name", "graded"), [("single_turn", True), ("rectangle_tool", True), ("maze", False)]
+)
 def test_whether_it_pays_by_the_rows_answers(name, graded):
     assert grades_answers(load_env_class(name, {})) is graded
 
@@ -74,11 +85,18 @@ def test_a_row_names_its_own_class_and_keywords(envs):
         make(Problem("p", (), "", env_class=f"{envs}:Other"), 0, 0).got
         == load_env_class(f"{envs}:Other", {}).__init__.__globals__["Size"]()
     )
-    assert make(Problem("p", (), "", columns={"env_kwargs": {"size": 9}}), 1, 2).got == (9, 1, 2, True)
+    assert make(Problem("p", (), "", columns={"env_kwargs": {"size": 9}}), 1, 2).got == (
+        9,
+        1,
+        2,
+        True,
+    )
     with pytest.raises(match="no environment 'sinlge_turn'.*did you mean 'single_turn'"):
         make.check(Problem("p", (), "", env_class="sinlge_turn"))
     with pytest.raises(ValueError, match="Other takes no keyword 'size'"):
-        make.check(Problem("p", (), "", env_class=f"{envs}:Other", columns={"env_kwargs": {"size": 1}}))
+        make.check(
+            Problem("p", (), "", env_class=f"{envs}:Other", columns={"env_kwargs": {"size": 1}})
+        )
     make.check(Problem("p", (), "", env_class=f"{envs}:Other"))
 
 
@@ -93,7 +111,9 @@ def test_a_class_is_the_runs_however_it_is_written(envs, tmp_path):
 def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config("toy-grpo-cpu", ["rollout.env_class=envs.py:One"], RULES)
-    assert config.rollout.env_class == f"{envs}:One" and config.runner.code_files == {str(envs): ENVS}
+    assert config.rollout.env_class == f"{envs}:One" and config.runner.code_files == {
+        str(envs): ENVS
+    }
     save_config(config, tmp_path / "run/config.yaml")
     envs.unlink()
     monkeypatch.chdir("/")
@@ -102,7 +122,9 @@ def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypa
     make = maker(again.rollout.env_class, again.runner.code_files)
     assert make(PROBLEM, 7, 8).got[0] == 3
     other = make(Problem("p", (), "", env_class="envs.py:Other"), 0, 0)
-    assert type(other).__mro__[1] is type(make(PROBLEM, 0, 0)), "one module for all classes of a file"
+    assert type(other).__mro__[1] is type(make(PROBLEM, 0, 0)), (
+        "one module for all classes of a file"
+    )
     with pytest.raises(KeyError) as error:
         other.step("what")
     assert "raise KeyError(response)" in "".join(traceback.format_exception(error.value))
@@ -112,14 +134,26 @@ def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "kwargs", "expected"),
     [
-        ("sinlge_turn", "{}", ["no environment 'sinlge_turn'", "did you mean 'single_turn'", "path/to/file.py:Name"]),
+        (
+            "sinlge_turn",
+            "{}",
+            ["no environment 'sinlge_turn'", "did you mean 'single_turn'", "path/to/file.py:Name"],
+        ),
         ("nowhere.py:One", "{}", ["no file '{here}/nowhere.py'"]),
-        ("envs.py:Oen", "{}", ["no class 'Oen' in {here}/envs.py", "Size, One, Other, Mute", "did you mean 'One'"]),
+        (
+            "envs.py:Oen",
+            "{}",
+            ["no class 'Oen' in {here}/envs.py", "Size, One, Other, Mute", "did you mean 'One'"],
+        ),
         ("envs.py:function", "{}", ["function is no class; an environment has start(problem)"]),
         ("envs.py:", "{}", ["no environment '{here}/envs.py:'"]),
         ("envs.py:Mute", "{}", ["Mute has no step(response) and no close()"]),
         ("broken.py:One", "{}", ["broken.py, line 2 can't be imported: SyntaxError"]),
-        ("raises.py:One", "{}", ["raises.py can't be imported: ZeroDivisionError: division by zero"]),
+        (
+            "raises.py:One",
+            "{}",
+            ["raises.py can't be imported: ZeroDivisionError: division by zero"],
+        ),
         ("exits.py:One", "{}", ["exits.py can't be imported: SystemExit: 3"]),
         (
             "lacks.py:One",
@@ -129,16 +163,32 @@ def test_a_file_travels_as_text_with_all_of_its_classes(envs, tmp_path, monkeypa
             ],
         ),
         ("no_such_module:One", "{}", ["no_such_module can't be imported: ModuleNotFoundError"]),
-        ("envs.py:One", "{sise: 3}", ["rollout.env_kwargs: One takes no keyword 'sise'; it takes size; did you mean"]),
-        ("envs.py:One", "{seed: 3}", ["rollout.env_kwargs: 'seed' is given by the run; leave it out"]),
+        (
+            "envs.py:One",
+            "{sise: 3}",
+            ["rollout.env_kwargs: One takes no keyword 'sise'; it takes size; did you mean"],
+        ),
+        (
+            "envs.py:One",
+            "{seed: 3}",
+            ["rollout.env_kwargs: 'seed' is given by the run; leave it out"],
+        ),
         ("needs.py:One", "{}", ["rollout.env_kwargs: One needs keyword 'size'; give it a value"]),
-        ("needs.py:One", "{size: 0}", ["needs.py:One' can't be made: ValueError: size must be > 0"]),
+        (
+            "needs.py:One",
+            "{size: 0}",
+            ["needs.py:One' can't be made: ValueError: size must be > 0"],
+        ),
         ("single_turn", "{size: 0}", ["SingleTurn takes no keyword 'size'; it takes none"]),
     ],
 )
-def test_refusals_are_told_before_anything_starts(envs, tmp_path, monkeypatch, name, kwargs, expected):
+def test_refusals_are_told_before_anything_starts(
+    envs, tmp_path, monkeypatch, name, kwargs, expected
+):
     (tmp_path / "broken.py").write_text("x = 1\nclass One(:\n")
-    one = "class One:\n" + "".join(f"    def {name}(self, x=0): ...\n" for name in ("start", "step", "close"))
+    one = "class One:\n" + "".join(
+        f"    def {name}(self, x=0): ...\n" for name in ("start", "step", "close")
+    )
     (tmp_path / "raises.py").write_text(f"{one}1 / 0\n")
     (tmp_path / "exits.py").write_text(f"{one}import sys\nsys.exit(3)\n")
     (tmp_path / "lacks.py").write_text(f"{one}import not_there\n")
@@ -151,7 +201,9 @@ def test_refusals_are_told_before_anything_starts(envs, tmp_path, monkeypatch, n
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
-        load_config("toy-grpo-cpu", [f"rollout.env_class='{name}'", f"rollout.env_kwargs={kwargs}"], RULES)
+        load_config(
+            "toy-grpo-cpu", [f"rollout.env_class='{name}'", f"rollout.env_kwargs={kwargs}"], RULES
+        )
     assert len(error.value.problems) == 1 and "\n" not in str(error.value)
     for text in expected:
         assert text.replace("{here}", str(tmp_path)) in str(error.value)
@@ -162,4 +214,6 @@ def test_a_constructor_may_take_any_keyword():
         def __init__(self, size, **further): ...
 
     assert list(keyword_problems(Any, {"size": 1, "colour": 2})) == []
-    assert list(keyword_problems(Any, {"colour": 2})) == ["Any needs keyword 'size'; give it a value"]
+    assert list(keyword_problems(Any, {"colour": 2})) == [
+        "Any needs keyword 'size'; give it a value"
+    ]

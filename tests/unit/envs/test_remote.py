@@ -69,7 +69,12 @@ def play(env, *responses, problem=EMPTY):
 
 def shown(messages):
     """Pictures in messages."""
-    return [Image.open(io.BytesIO(p["image"])) for m in messages for p in m["content"] if p["type"] == "image"]
+    return [
+        Image.open(io.BytesIO(p["image"]))
+        for m in messages
+        for p in m["content"]
+        if p["type"] == "image"
+    ]
 
 
 def said(messages):
@@ -79,7 +84,12 @@ def said(messages):
 def answer_of(picture, question):
     """The number of shapes of the kind asked for: connected regions of its colour, square or round by their corner."""
     color, shape = re.search(r"many (\w+) (disc|square)s", question).groups()
-    rgb = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 119, 180), "orange": (255, 127, 14)}[color]
+    rgb = {
+        "red": (214, 39, 40),
+        "green": (44, 160, 44),
+        "blue": (31, 119, 180),
+        "orange": (255, 127, 14),
+    }[color]
     size = picture.width // 5
     cells = [(x * size, y * size) for x in range(5) for y in range(5)]
     middle = [picture.getpixel((x + size // 2, y + size // 2)) == rgb for x, y in cells]
@@ -94,13 +104,22 @@ def test_an_episode_of_pictures(app):
     first, wrong, right = play(remote(app.url), "I see \\boxed{77}", "\\boxed{0} or rather nothing")
     (picture,) = shown(first)
     assert picture.size == (224, 224) and "How many" in said(first)
-    assert (wrong.reward, wrong.done, wrong.info["state"], wrong.info["correct"]) == (0.0, False, "try 0", False)
+    assert (wrong.reward, wrong.done, wrong.info["state"], wrong.info["correct"]) == (
+        0.0,
+        False,
+        "try 0",
+        False,
+    )
     assert "not 77" in said(wrong.messages) and len(shown(wrong.messages)) == 1
     count = answer_of(picture, said(first))
     _, first_try = play(remote(app.url, seed=2), f"\\boxed{{{count}}}")
     assert (first_try.reward, first_try.done, first_try.messages) == (1.0, True, [])
     _, _, second_try = play(remote(app.url, seed=3), "?", f"\\boxed{{{count}}}")
-    assert (second_try.reward, second_try.info["correct"], second_try.info["metrics"]) == (0.5, True, {"tries": 2})
+    assert (second_try.reward, second_try.info["correct"], second_try.info["metrics"]) == (
+        0.5,
+        True,
+        {"tries": 2},
+    )
 
 
 def test_data_uris_and_multipart_say_the_same(app, monkeypatch):
@@ -119,11 +138,25 @@ def test_the_app_gets_the_row_with_its_images(app, relay):
     file = io.BytesIO()
     Image.new("RGB", (4, 3), "red").save(file, "PNG")
     image = ImageRef.of(file.getvalue())
-    parts = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": image.url}}]
-    problem = Problem("p:3", ({"role": "user", "content": parts},), "18", (image,), columns={"level": 2, "at": b"x"})
+    parts = [
+        {"type": "text", "text": "Look:"},
+        {"type": "image_url", "image_url": {"url": image.url}},
+    ]
+    problem = Problem(
+        "p:3",
+        ({"role": "user", "content": parts},),
+        "18",
+        (image,),
+        columns={"level": 2, "at": b"x"},
+    )
     play(remote(relay.url, seed=5), problem=problem)
     (body,) = (body for path, body in relay.seen if path == "start")
-    assert (body["seed"], body["group_seed"], body["reward_max"], body["reward_min"]) == (5, 7, 1.0, 0.0)
+    assert (body["seed"], body["group_seed"], body["reward_max"], body["reward_min"]) == (
+        5,
+        7,
+        1.0,
+        0.0,
+    )
     row = body["problem"]
     assert (row["id"], row["answer"], row["columns"]["level"]) == ("p:3", "18", 2)
     url = row["messages"][0]["content"][1]["image_url"]["url"]
@@ -151,7 +184,9 @@ def test_a_reply_that_is_lost_is_asked_for_again(app, relay):
     relay.does = {"step": lose_once}
     _, again, last = play(remote(relay.url, seed=2), "nothing", "nothing")
     assert [body["turn"] for path, body in relay.seen[-6:] if path == "step"] == [0, 0, 0, 1]
-    assert (again.info, last.info) == (first.info, second.info) and last.info["metrics"] == {"tries": 2}
+    assert (again.info, last.info) == (first.info, second.info) and last.info["metrics"] == {
+        "tries": 2
+    }
 
 
 def test_another_response_to_a_turn_that_was_taken_is_refused(app):
@@ -190,7 +225,9 @@ def test_a_server_that_is_started_again_loses_its_episodes_and_no_others():
     try:
         asyncio.run(run())
         app.stop()
-        with pytest.raises(RemoteError, match=r"info doesn't answer, asked for 0\.3 s: ConnectError"):
+        with pytest.raises(
+            RemoteError, match=r"info doesn't answer, asked for 0\.3 s: ConnectError"
+        ):
             play(remote(app.url, token_env=None, retry_s=0.3))
     finally:
         app.stop()
@@ -231,15 +268,25 @@ def test_an_app_that_sends_the_token_back_does_not_get_it_recorded(relay, path, 
     relay.does[path] = echo
     with pytest.raises(RemoteError) as caught:
         play(remote(relay.url), "x")
-    assert TOKEN[:8] not in str(caught.value) and (status != 200 or "sends the token back" in str(caught.value))
+    assert TOKEN[:8] not in str(caught.value) and (
+        status != 200 or "sends the token back" in str(caught.value)
+    )
 
 
 def test_a_row_can_not_choose_where_the_token_goes():
     rewards = {"reward_max": 1.0, "reward_min": 0.0}
-    make = EnvMaker("remote", {"url": "http://localhost", "token_env": VARIABLE}, {}, lambda *_: False, **rewards)
+    make = EnvMaker(
+        "remote",
+        {"url": "http://localhost", "token_env": VARIABLE},
+        {},
+        lambda *_: False,
+        **rewards,
+    )
     make.check(Problem("p", (), "", columns={"env_kwargs": {"timeout_s": 3}}))
     for kwargs in ({"url": "http://example.org"}, {"token_env": "HOME"}):
-        with pytest.raises(ValueError, match=f"gives {next(iter(kwargs))}, which rollout.env_kwargs alone"):
+        with pytest.raises(
+            ValueError, match=f"gives {next(iter(kwargs))}, which rollout.env_kwargs alone"
+        ):
             make.check(Problem("p", (), "", columns={"env_kwargs": kwargs}))
 
 
@@ -280,7 +327,10 @@ MALFORMED = [
     (json.dumps(STEP).replace("0.0", "1e999").encode(), "reward is inf"),
     (STEP | {"done": 0}, "done is 0"),
     (STEP | {"info": []}, r"info is \[\]"),
-    (STEP | {"info": {"metrics": {str(n): 1 for n in range(9000)}}}, "info has more than 65,536 characters"),
+    (
+        STEP | {"info": {"metrics": {str(n): 1 for n in range(9000)}}},
+        "info has more than 65,536 characters",
+    ),
     (STEP | {"info": {"state": "\ud800"}}, "UnicodeEncodeError"),
     (STEP | {"messages": user({"type": "text", "text": "\udfff"})}, "UnicodeEncodeError"),
     (STEP | {"messages": {"role": "user"}}, "no list"),
@@ -295,7 +345,10 @@ MALFORMED = [
     (STEP | {"messages": user(image("/etc/passwd"))}, SHOWS),
     (STEP | {"messages": user(image("cid:1"))}, SHOWS),
     (STEP | {"messages": user(image(uri(b"no picture")))}, "not an image|ImageError|can't|header"),
-    (STEP | {"messages": user(image(uri(png(5000, 5000))))}, "5000 x 5000 has more than max_pixels"),
+    (
+        STEP | {"messages": user(image(uri(png(5000, 5000))))},
+        "5000 x 5000 has more than max_pixels",
+    ),
     (STEP | {"messages": user(*[image(uri(png(8, 8)))] * 17)}, "max_images=16"),
 ]
 
@@ -312,11 +365,16 @@ def test_a_malformed_reply_ends_its_episode_and_no_other(relay, body, error):
     bad, good = asyncio.run(both())
     assert isinstance(bad, Exception) and re.search(error, f"{type(bad).__name__} {bad}", re.S), bad
     assert not good[1].done
-    assert sum(path == "step" for path, _ in relay.seen) == 2, "what was answered is not asked for again"
+    assert sum(path == "step" for path, _ in relay.seen) == 2, (
+        "what was answered is not asked for again"
+    )
 
 
 def in_parts(*parts, end="--"):
-    return b"".join(b"--b\r\n" + head + b"\r\n\r\n" + data + b"\r\n" for head, data in parts) + f"--b{end}\r\n".encode()
+    return (
+        b"".join(b"--b\r\n" + head + b"\r\n\r\n" + data + b"\r\n" for head, data in parts)
+        + f"--b{end}\r\n".encode()
+    )
 
 
 REPLY = (b'Content-Disposition: form-data; name="reply"', json.dumps(STEP).encode())
@@ -343,7 +401,12 @@ def test_malformed_parts(relay, data, error):
 
 
 @settings(max_examples=50)
-@given(st.lists(st.binary(max_size=40) | st.sampled_from([b"\r\n", b"--", b"\r\n--", b"\n\r\n\r"]), max_size=3))
+@given(
+    st.lists(
+        st.binary(max_size=40) | st.sampled_from([b"\r\n", b"--", b"\r\n--", b"\n\r\n\r"]),
+        max_size=3,
+    )
+)
 def test_parts_arrive_byte_for_byte(bodies):
     named = [(b"Content-ID: <%d>" % n, data) for n, data in enumerate(bodies)]
     expected = {str(n): data for n, data in enumerate(bodies)}
@@ -360,7 +423,9 @@ def test_images_by_disposition_or_content_id(relay):
         (b"Content-Type: image/png\r\nContent-ID: <a>", png(8, 8)),
         (b'Content-Disposition: form-data; name="b"; filename="x.png"', png(16, 8)),
     )
-    relay.does["step"] = lambda handler, _: handler.reply(200, data, 'multipart/form-data; boundary="b"')
+    relay.does["step"] = lambda handler, _: handler.reply(
+        200, data, 'multipart/form-data; boundary="b"'
+    )
     _, result = play(remote(relay.url), "x")
     assert [picture.size for picture in shown(result.messages)] == [(8, 8), (16, 8)]
 
@@ -372,9 +437,9 @@ def test_a_hundred_megabytes_are_not_read(relay, declared):
     def endless(handler, _):
         handler.send_response(200)
         handler.send_header("content-type", "application/json")
-        handler.send_header("content-length", str(100 * 2**20)) if declared else handler.send_header(
-            "connection", "close"
-        )
+        handler.send_header(
+            "content-length", str(100 * 2**20)
+        ) if declared else handler.send_header("connection", "close")
         handler.end_headers()
         for _ in range(100):
             handler.wfile.write(b" " * 2**20)
@@ -389,7 +454,9 @@ def test_a_hundred_megabytes_are_not_read(relay, declared):
 
 def test_compressed_replies_are_refused(relay):
     bomb = zlib.compress(b" " * 2**20)
-    relay.does["step"] = lambda handler, _: handler.reply(200, bomb, **{"content-encoding": "deflate"})
+    relay.does["step"] = lambda handler, _: handler.reply(
+        200, bomb, **{"content-encoding": "deflate"}
+    )
     with pytest.raises(RemoteError, match="compresses its reply"):
         play(remote(relay.url), "x")
 
@@ -397,9 +464,13 @@ def test_compressed_replies_are_refused(relay):
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_redirects_are_not_followed(relay, app, status):
     private = Relay(app)
-    relay.does["step"] = lambda handler, _: handler.reply(status, b"", location=f"{private.url}/step")
+    relay.does["step"] = lambda handler, _: handler.reply(
+        status, b"", location=f"{private.url}/step"
+    )
     try:
-        with pytest.raises(RemoteError, match=f"status {status}: it redirects to {private.url}/step"):
+        with pytest.raises(
+            RemoteError, match=f"status {status}: it redirects to {private.url}/step"
+        ):
             play(remote(relay.url), "x")
         assert private.seen == []
     finally:
@@ -439,7 +510,9 @@ def test_an_app_of_another_protocol(relay):
     relay.does["info"] = lambda handler, _: handler.reply(200, b'{"protocol": 2}')
     with pytest.raises(RemoteError, match="names protocol 2; 1 is spoken here"):
         play(remote(relay.url))
-    relay.does["info"] = lambda handler, _: handler.reply(404, b"<html>none here</html>", "text/html")
+    relay.does["info"] = lambda handler, _: handler.reply(
+        404, b"<html>none here</html>", "text/html"
+    )
     with pytest.raises(RemoteError, match="info: status 404: <html>none here"):
         play(remote(relay.url))
 

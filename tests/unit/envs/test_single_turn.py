@@ -6,7 +6,9 @@ from rlinf_vl.envs import StepResult
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.types import Problem
 
-PROBLEM = Problem("p:0", ({"role": "user", "content": [{"type": "text", "text": "Say yes."}]},), "yes")
+PROBLEM = Problem(
+    "p:0", ({"role": "user", "content": [{"type": "text", "text": "Say yes."}]},), "yes"
+)
 
 
 def test_a_response_is_left_to_the_reward_functions() -> None:

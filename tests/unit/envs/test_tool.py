@@ -43,7 +43,9 @@ class Desk(ToolEnv):
             what: One of those there are (choices: ["text", "dict", "both", "nothing"])
         """
         picture = Image.new("RGB", (5, 5))
-        return {"text": "<b>é", "dict": {"é": 1.5}, "both": ["there", picture, 2], "nothing": None}[what]
+        return {"text": "<b>é", "dict": {"é": 1.5}, "both": ["there", picture, 2], "nothing": None}[
+            what
+        ]
 
     def fail(self) -> str:
         """Fail."""
@@ -54,7 +56,12 @@ class Desk(ToolEnv):
 
 
 def desk(**settings) -> Desk:
-    env = Desk(grade=lambda response, answer: answer in response, reward_max=1.0, reward_min=-1.0, **settings)
+    env = Desk(
+        grade=lambda response, answer: answer in response,
+        reward_max=1.0,
+        reward_min=-1.0,
+        **settings,
+    )
     env.start(PROBLEM)
     return env
 
@@ -81,12 +88,19 @@ def test_tools_are_the_public_methods_and_stand_in_the_system_message():
     system, *others = desk().start(PROBLEM)
     assert others == list(PROBLEM.messages)
     said = system["content"][0]["text"]
-    schemas = [json.loads(line)["function"] for line in said.splitlines() if line.startswith('{"type"')]
+    schemas = [
+        json.loads(line)["function"] for line in said.splitlines() if line.startswith('{"type"')
+    ]
     assert [schema["name"] for schema in schemas] == ["fail", "find", "look", "multiply"]
     parameters = schemas[-1]["parameters"]
     assert parameters["required"] == ["a"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "The first"}
-    assert schemas[1]["parameters"]["properties"]["what"]["enum"] == ["text", "dict", "both", "nothing"]
+    assert schemas[1]["parameters"]["properties"]["what"]["enum"] == [
+        "text",
+        "dict",
+        "both",
+        "nothing",
+    ]
 
 
 def test_a_system_message_of_the_problem_comes_first_and_no_prompt_adds_none():
@@ -106,7 +120,9 @@ def test_calls_are_answered_in_order_with_text_numbers_mappings_and_pictures():
         f"I look.{call('look', at=[1, 2])} And {call('find', what='both')}{call('multiply', a=21)} done"
     )
     assert first["text"] == "<tool_response>\n" and picture["image"].size == (2, 1)
-    assert middle["text"] == "\n</tool_response>\n<tool_response>\nthere" and again["image"].size == (5, 5)
+    assert middle["text"] == "\n</tool_response>\n<tool_response>\nthere" and again[
+        "image"
+    ].size == (5, 5)
     assert last["text"] == "2\n</tool_response>\n<tool_response>\n42\n</tool_response>"
 
 
@@ -153,7 +169,9 @@ def test_what_is_wrong_with_a_call_is_its_response(response, wrong):
     env = desk()
     result = env.step(response)
     (part,) = result.messages[0]["content"]
-    assert part["text"].startswith("<tool_response>\nerror: ") and part["text"].endswith("\n</tool_response>")
+    assert part["text"].startswith("<tool_response>\nerror: ") and part["text"].endswith(
+        "\n</tool_response>"
+    )
     assert wrong in part["text"] and len(part["text"]) < 400
     (fact,) = result.info["tool_calls"]
     assert wrong in fact["error"] and fact.keys() == {"name", "arguments", "error"}
@@ -163,9 +181,15 @@ def test_what_is_wrong_with_a_call_is_its_response(response, wrong):
 
 
 def test_a_broken_call_does_not_spoil_the_next():
-    shown = text(f'<tool_call>{{"name": "multiply"<tool_call>oops</tool_call>{call("multiply", a=1, digits=None)}')
+    shown = text(
+        f'<tool_call>{{"name": "multiply"<tool_call>oops</tool_call>{call("multiply", a=1, digits=None)}'
+    )
     assert shown.count("<tool_response>") == 3
-    assert "not closed" in shown and "not valid JSON" in shown and shown.endswith("\n2\n</tool_response>")
+    assert (
+        "not closed" in shown
+        and "not valid JSON" in shown
+        and shown.endswith("\n2\n</tool_response>")
+    )
 
 
 def test_what_is_recorded_of_calls():
@@ -175,7 +199,10 @@ def test_what_is_recorded_of_calls():
         {"name": "multiply", "arguments": {"a": 3}},
         {"name": "fail", "arguments": {}, "error": "KeyError: 'no fuel'"},
     ]
-    assert env.step("42").info == {"metrics": {"tool_calls": 2.0, "tool_errors": 1.0}, "answer": "42"}
+    assert env.step("42").info == {
+        "metrics": {"tool_calls": 2.0, "tool_errors": 1.0},
+        "answer": "42",
+    }
 
 
 def test_a_turn_has_so_many_calls():
@@ -193,10 +220,18 @@ def test_thoughts_hold_no_calls():
 
 
 def test_an_episode_cut_short_is_worth_a_wrong_answer():
-    for end, worth in ((["42"], 0.0), ([], -1.0)):  # to which reward functions add what the answer is worth
+    for end, worth in (
+        (["42"], 0.0),
+        ([], -1.0),
+    ):  # to which reward functions add what the answer is worth
         env = desk()
-        assert sum(env.step(said).reward for said in [call("multiply", a=1), call("fail"), *end]) == worth
-    assert desk().step("42") == StepResult((), 0.0, True, {"answer": "42", "metrics": dict(desk().metrics)})
+        assert (
+            sum(env.step(said).reward for said in [call("multiply", a=1), call("fail"), *end])
+            == worth
+        )
+    assert desk().step("42") == StepResult(
+        (), 0.0, True, {"answer": "42", "metrics": dict(desk().metrics)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,12 +242,23 @@ def test_an_episode_cut_short_is_worth_a_wrong_answer():
     ],
 )
 def test_a_public_method_that_can_be_no_tool_is_named(method: Callable):
-    with pytest.raises(ValueError, match=r"Bad\.thing is public, and can be no tool: .*; or call the method _thing"):
+    with pytest.raises(
+        ValueError, match=r"Bad\.thing is public, and can be no tool: .*; or call the method _thing"
+    ):
         type("Bad", (Desk,), {"thing": method})
 
 
 PIECES = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "multiply", "arguments": {"a": 1}}', "{", "}", '"']
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        '{"name": "multiply", "arguments": {"a": 1}}',
+        "{",
+        "}",
+        '"',
+    ]
 )
 
 

@@ -11,8 +11,16 @@ from rlinf_vl.models.attention import SegmentAttention
 from rlinf_vl.models.kernels.attention import KERNELS, kernel_for
 from rlinf_vl.models.kernels.products import has_bfloat16_units
 
-HERE = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.float32) or name == "varlen"]
-HALF = [name for name, (_, serves) in KERNELS.items() if serves("cpu", torch.bfloat16) or name == "varlen"]
+HERE = [
+    name
+    for name, (_, serves) in KERNELS.items()
+    if serves("cpu", torch.float32) or name == "varlen"
+]
+HALF = [
+    name
+    for name, (_, serves) in KERNELS.items()
+    if serves("cpu", torch.bfloat16) or name == "varlen"
+]
 D, SCALE = 16, 0.3
 
 
@@ -46,7 +54,10 @@ def mask_of(lengths, prefix):
 
 def inputs(tokens, heads, kv_heads, scale=1.0, dtype=torch.float32):
     torch.manual_seed(0)
-    return [(scale * torch.randn(1, h, tokens, D, dtype=dtype)).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    return [
+        (scale * torch.randn(1, h, tokens, D, dtype=dtype)).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 ROWS = {
@@ -58,7 +69,10 @@ ROWS = {
     "many of one length": ([20] + [10] * 30, [-1] + [0] * 30),
     "a chain": ([6, 3, 4, 1], [-1, 0, 1, 2]),
     "a tree": ([6, 3, 4, 5, 8, 2, 7], [-1, 0, 1, 1, 0, 4, 4]),
-    "trees of other depths": ([5, 2, 7, 3, 6, 4, 4, 9, 1, 2, 20, 6, 3], [-1, 0, 1, 2, 2, 0, -1, -1, 7, 8, 9, 9, 7]),
+    "trees of other depths": (
+        [5, 2, 7, 3, 6, 4, 4, 9, 1, 2, 20, 6, 3],
+        [-1, 0, 1, 2, 2, 0, -1, -1, 7, 8, 9, 9, 7],
+    ),
     "empty segments in a tree": ([6, 0, 4, 0, 3, 2, 0, 5], [-1, 0, 1, 1, 3, 3, 0, 6]),
     "single tokens": ([4, 1, 0, 3, 1], [-1, 0, 0, -1, 3]),
     "single tokens alone": ([1, 0, 1, 1], [-1, -1, -1, -1]),
@@ -72,20 +86,28 @@ def test_equals_masked_attention(row, kernel, kv_heads):
     lengths, prefix = ROWS[row]
     q, k, v = inputs(sum(lengths), 4, kv_heads)
     plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask_of(lengths, prefix), scale=SCALE, enable_gqa=True)
+    expected = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask_of(lengths, prefix), scale=SCALE, enable_gqa=True
+    )
     ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2)
     torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
     grad = torch.randn_like(expected)
-    for a, b in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (ours, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(out, (q, k, v), grad) for out in (ours, expected)), strict=True
+    ):
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", HERE, indirect=True)
 def test_large_scores_neither_overflow_nor_leak_through_padding(kernel):
     lengths, prefix = [9, 12, 10, 11], [-1, 0, 0, 0]
-    q, k, v = inputs(sum(lengths), 2, 2, scale=30.0)  # scores in the thousands: exp of a wrong difference is inf
+    q, k, v = inputs(
+        sum(lengths), 2, 2, scale=30.0
+    )  # scores in the thousands: exp of a wrong difference is inf
     plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask_of(lengths, prefix), scale=SCALE)
+    expected = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask_of(lengths, prefix), scale=SCALE
+    )
     ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2)
     torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
     grads = torch.autograd.grad(ours.sum(), (q, k, v))
@@ -98,7 +120,9 @@ def test_large_scores_neither_overflow_nor_leak_through_padding(kernel):
 def test_bfloat16_is_as_close_as_bfloat16_allows(row, kernel, kv_heads):
     lengths, prefix = ROWS[row]
     q, k, v = inputs(sum(lengths), 4, kv_heads, dtype=torch.bfloat16)
-    plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), dtype=torch.bfloat16, kernel=kernel)
+    plan = SegmentAttention(
+        np.cumsum([0, *lengths]), np.array(prefix), dtype=torch.bfloat16, kernel=kernel
+    )
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
     mask = mask_of(lengths, prefix)
     expected = scaled_dot_product_attention(*exact, attn_mask=mask, scale=SCALE, enable_gqa=True)
@@ -120,32 +144,47 @@ def test_every_token_of_an_image_sees_the_whole_image(dtype, lengths):
     plan = SegmentAttention(np.cumsum([0, *lengths]), causal=False, dtype=dtype)
     segment = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    expected = scaled_dot_product_attention(*exact, attn_mask=segment[:, None] == segment[None, :], scale=SCALE)
+    expected = scaled_dot_product_attention(
+        *exact, attn_mask=segment[:, None] == segment[None, :], scale=SCALE
+    )
     ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2).float()
     grad = torch.randn_like(expected)
     wanted = [expected, *torch.autograd.grad(expected, exact, grad)]
     for a, b in zip([ours, *torch.autograd.grad(ours, (q, k, v), grad)], wanted, strict=True):
-        assert (a.float() - b).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.01}[dtype] * b.norm()
+        assert (a.float() - b).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.01}[
+            dtype
+        ] * b.norm()
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-@pytest.mark.parametrize("kernel", [n for n in (*HERE, *(f"{name} bf16" for name in HALF)) if "varlen" not in n])
+@pytest.mark.parametrize(
+    "kernel", [n for n in (*HERE, *(f"{name} bf16" for name in HALF)) if "varlen" not in n]
+)
 def test_queries_over_keys_of_their_own(kernel, scale):
     """As continued requests are prefilled: few queries each, over many keys, of similar numbers or not."""
     dtype = torch.bfloat16 if kernel.endswith("bf16") else torch.float32
     cu_q, cu_k = np.cumsum([0, 3, 5, 4, 60, 4, 1]), np.cumsum([0, 20, 18, 17, 30, 5, 19])
     q = inputs(cu_q[-1], 4, 4, scale=scale, dtype=dtype)[0][0].transpose(0, 1).detach()
-    k, v = (x[0].transpose(0, 1).detach() for x in inputs(cu_k[-1], 4, 2, scale=scale, dtype=dtype)[1:])
+    k, v = (
+        x[0].transpose(0, 1).detach() for x in inputs(cu_k[-1], 4, 2, scale=scale, dtype=dtype)[1:]
+    )
     grad = torch.randn_like(q)
     found = []
-    for name, tensors in ((kernel.split()[0], (q, k, v)), ("matmul", [x.float() for x in (q, k, v)])):
+    for name, tensors in (
+        (kernel.split()[0], (q, k, v)),
+        ("matmul", [x.float() for x in (q, k, v)]),
+    ):
         made = KERNELS[name][0](cu_q, cu_k, False, "cpu")
         out, lse = made.forward(*tensors, SCALE)
         found.append([out, lse, *made.backward(grad.to(out.dtype), *tensors, out, lse, SCALE)])
     assert all(torch.isfinite(x).all() for x in found[0])
     pairs = list(zip(*found, strict=True))
-    for ours, exact in pairs if scale == 1 else pairs[:2]:  # large scores leave gradients of rounding
-        assert (ours.float() - exact).norm() <= (0.02 if dtype == torch.bfloat16 else 2e-5) * exact.norm()
+    for ours, exact in (
+        pairs if scale == 1 else pairs[:2]
+    ):  # large scores leave gradients of rounding
+        assert (ours.float() - exact).norm() <= (
+            0.02 if dtype == torch.bfloat16 else 2e-5
+        ) * exact.norm()
 
 
 @pytest.mark.parametrize("prefix", [[-1, 0, -1, 2, 0], [-1, 0, 0, 1, 1], [-1, 2, 0, 0, 0]])
@@ -192,12 +231,18 @@ def test_random_trees_equal_masked_attention(kernel, request, monkeypatch):
         q, k, v = inputs(sum(lengths), 4, 2, dtype=dtype)
         exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
         mask = mask_of(lengths, prefix)
-        expected = scaled_dot_product_attention(*exact, attn_mask=mask, scale=SCALE, enable_gqa=True)
-        plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), dtype=dtype, kernel=name)
+        expected = scaled_dot_product_attention(
+            *exact, attn_mask=mask, scale=SCALE, enable_gqa=True
+        )
+        plan = SegmentAttention(
+            np.cumsum([0, *lengths]), np.array(prefix), dtype=dtype, kernel=name
+        )
         ours = plan.attend(0, q, k, v, SCALE).transpose(1, 2)
         grad = torch.randn_like(expected)
         found = [ours.float(), *torch.autograd.grad(ours.float(), (q, k, v), grad)]
-        for a, b in zip(found, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
+        for a, b in zip(
+            found, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True
+        ):
             if half:
                 assert (a.float() - b).norm() <= 0.02 * b.norm() + 1e-3, seed
             else:
@@ -211,7 +256,9 @@ def test_the_kernel_follows_device_and_dtype():
         ("cpu", torch.bfloat16, "amx_cpu" if has_bfloat16_units() else "flash_cpu"),
     ):
         assert kernel_for(torch.device(device), dtype) is KERNELS[expected][0]
-    with pytest.raises(ValueError, match="'varlen' does not serve torch.float32 on cpu; these do: .*flash_cpu"):
+    with pytest.raises(
+        ValueError, match="'varlen' does not serve torch.float32 on cpu; these do: .*flash_cpu"
+    ):
         kernel_for(torch.device("cpu"), torch.float32, "varlen")
 
 
@@ -222,7 +269,11 @@ def test_the_cuda_kernel_is_called_with_what_it_takes():
     kernel = KERNELS["varlen"][0](np.array([0, 5, 9]), np.array([0, 5, 9]), True, "meta")
     out, lse = kernel.forward(q, k, k, 0.125)
     assert (out.shape, lse.shape, lse.dtype) == ((9, 4, 64), (9, 4), torch.float32)
-    assert [g.shape for g in kernel.backward(out, q, k, k, out, lse, 0.125)] == [q.shape, k.shape, k.shape]
+    assert [g.shape for g in kernel.backward(out, q, k, k, out, lse, 0.125)] == [
+        q.shape,
+        k.shape,
+        k.shape,
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 4, 16])
@@ -231,8 +282,14 @@ def test_deep_trees_are_merged_without_rounding_at_each_level(depth):
     tokens, heads, size = 48, 4, 64
     bounds, prefix = np.arange(depth + 2) * tokens, np.arange(depth + 1) - 1
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(1, heads, bounds[-1], size, generator=generator).bfloat16() for _ in range(3)]
-    exact = SegmentAttention(bounds, prefix).attend(0, *(x.float() for x in rows), size**-0.5)[:, -tokens:]
-    half = SegmentAttention(bounds, prefix, dtype=torch.bfloat16).attend(0, *rows, size**-0.5)[:, -tokens:]
+    rows = [
+        torch.randn(1, heads, bounds[-1], size, generator=generator).bfloat16() for _ in range(3)
+    ]
+    exact = SegmentAttention(bounds, prefix).attend(0, *(x.float() for x in rows), size**-0.5)[
+        :, -tokens:
+    ]
+    half = SegmentAttention(bounds, prefix, dtype=torch.bfloat16).attend(0, *rows, size**-0.5)[
+        :, -tokens:
+    ]
     rounding = (exact.bfloat16().float() - exact).abs().mean()
     assert (half.float() - exact).abs().mean() < 2.2 * rounding

@@ -93,7 +93,9 @@ def test_nothing_is_recomputed_in_passes_without_gradients(family):
     for name, block in blocks_of(policy).items():
         block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
     g = group(np.random.default_rng(3), [], [9])
-    batch = Collator(FAMILIES[family], IMAGE_ID, MERGE, None, PAD)([Member(g, 0, [0.0])], run_vision=False)
+    batch = Collator(FAMILIES[family], IMAGE_ID, MERGE, None, PAD)(
+        [Member(g, 0, [0.0])], run_vision=False
+    )
     with torch.no_grad():
         policy(batch)
     assert set(calls.values()) == {1}

@@ -22,7 +22,10 @@ ROWS = {
     "responses of 1": ([32, 1, 1, 1, 16, 1, 1], [-1, 0, 0, 0, -1, 4, 4]),
     "a chain of single tokens": ([1, 1, 1, 1, 1, 1], [-1, 0, 1, 2, 3, 4]),
     "a tree": ([6, 33, 4, 5, 8, 2, 70], [-1, 0, 1, 1, 0, 4, 4]),
-    "trees of other depths": ([5, 2, 37, 3, 6, 4, 4, 9, 1, 2, 20, 6, 3], [-1, 0, 1, 2, 2, 0, -1, -1, 7, 8, 9, 9, 7]),
+    "trees of other depths": (
+        [5, 2, 37, 3, 6, 4, 4, 9, 1, 2, 20, 6, 3],
+        [-1, 0, 1, 2, 2, 0, -1, -1, 7, 8, 9, 9, 7],
+    ),
     "empty segments in a tree": ([6, 0, 4, 0, 3, 2, 0, 5], [-1, 0, 1, 1, 3, 3, 0, 6]),
 }
 #: key heads, value heads, key dim, value dim, taps
@@ -56,7 +59,9 @@ def by_path(lengths, prefix, qkv, g, beta, weight, sizes):
             q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
             state = state * g[own][t].exp()[:, None, None]
             read = torch.einsum("hkv,hk->hv", state, k)
-            state = state + torch.einsum("hk,hv->hkv", k, beta[own][t][:, None] * (v.view(heads, dv) - read))
+            state = state + torch.einsum(
+                "hk,hv->hkv", k, beta[own][t][:, None] * (v.view(heads, dv) - read)
+            )
             outputs.append(torch.einsum("hkv,hk->hv", state, q) / dk**0.5)
         tails.append(seen[len(seen) - width + 1 :])
         states.append(state)
@@ -99,7 +104,9 @@ def test_fast_decays_among_slow_ones_are_half_as_far_from_float64_as_with_transf
     windows = torch.cat([qkv.new_zeros(width - 1, qkv.shape[1]), qkv]).unfold(0, width, 1)
     mixed = silu((windows * weight).sum(-1))
     q, k, v = mixed.split([key_heads * dk, key_heads * dk, heads * dv], 1)
-    q, k = (x.view(1, tokens, key_heads, dk).repeat_interleave(heads // key_heads, 2) for x in (q, k))
+    q, k = (
+        x.view(1, tokens, key_heads, dk).repeat_interleave(heads // key_heads, 2) for x in (q, k)
+    )
     args = q, k, v.view(1, tokens, heads, dv), g[None], beta[None]
     theirs = torch_chunk_gated_delta_rule(*args, use_qk_l2norm_in_kernel=True)[0][0]
     assert (found - exact).abs().max() < 0.5 * (theirs - exact).abs().max()
@@ -156,7 +163,14 @@ def test_what_is_behind_a_segment_can_be_continued_later(cut):
     first = torch.cat([torch.arange(cut), torch.arange(70, 70 + cut)])
     rest = torch.cat([torch.arange(cut, 70), torch.arange(70 + cut, 150)])
     _, *behind = ours([cut, cut], [-1, -1], *(x[first] for x in (qkv, g, beta)), weight, sizes)
-    found = ours([70 - cut, 80 - cut], [-1, -1], *(x[rest] for x in (qkv, g, beta)), weight, sizes, tuple(behind))
+    found = ours(
+        [70 - cut, 80 - cut],
+        [-1, -1],
+        *(x[rest] for x in (qkv, g, beta)),
+        weight,
+        sizes,
+        tuple(behind),
+    )
     torch.testing.assert_close(found[0], whole[0][rest], atol=2e-6, rtol=1e-5)
     for a, b in zip(found[1:], whole[1:], strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
@@ -167,14 +181,23 @@ def flash_reference(
     cu_seqlens=None, cu_seqlens_cpu=None,
 ):  # fmt: skip
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` of fla-core 0.6.0, with what it checks."""
-    assert q.ndim == 4 and q.shape[0] == 1 and q.shape[2] == k.shape[2] and v.shape[2] % q.shape[2] == 0
+    assert (
+        q.ndim == 4
+        and q.shape[0] == 1
+        and q.shape[2] == k.shape[2]
+        and v.shape[2] % q.shape[2] == 0
+    )
     assert g.shape == beta.shape == v.shape[:3] and use_qk_l2norm_in_kernel and output_final_state
     assert cu_seqlens.dtype == torch.int64 and cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
-    assert bool((cu_seqlens.diff() > 0).all()), "a sequence without tokens shifts the numbers of those behind it"
+    assert bool((cu_seqlens.diff() > 0).all()), (
+        "a sequence without tokens shifts the numbers of those behind it"
+    )
     assert initial_state is None or len(initial_state) == len(cu_seqlens) - 1
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     outs, states = [], []
-    for i, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
+    for i, (start, end) in enumerate(
+        zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)
+    ):
         out, state = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
             *(x[:, start:end] for x in (q, k, v)), g=g[:, start:end], beta=beta[:, start:end],
             initial_state=None if initial_state is None else initial_state[i : i + 1],
@@ -199,9 +222,14 @@ def test_that_kernel_continues_what_was_kept(monkeypatch):
 def test_training_on_a_gpu_without_flash_linear_attention_says_so(caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     assert delta._rule_for.__wrapped__("cuda", torch.bfloat16) is None
-    assert "gated delta nets are computed by PyTorch's operations, slowly" in caplog.text and "fla-core" in caplog.text
+    assert (
+        "gated delta nets are computed by PyTorch's operations, slowly" in caplog.text
+        and "fla-core" in caplog.text
+    )
     caplog.clear()
     assert (
-        delta._rule_for.__wrapped__("cpu", torch.bfloat16) is delta._rule_for.__wrapped__("cuda", torch.float32) is None
+        delta._rule_for.__wrapped__("cpu", torch.bfloat16)
+        is delta._rule_for.__wrapped__("cuda", torch.float32)
+        is None
     )
     assert not caplog.text

@@ -16,7 +16,9 @@ FAMILY = family_of("qwen3_vl")
 
 
 def test_an_unknown_family_is_refused_by_name():
-    with pytest.raises(ValueError, match="rollout.model.model_type: 'llava' is not a known family; known: qwen3_vl"):
+    with pytest.raises(
+        ValueError, match="rollout.model.model_type: 'llava' is not a known family; known: qwen3_vl"
+    ):
         family_of("llava")
 
 
@@ -38,7 +40,10 @@ def test_prices_are_ratios_of_multiply_adds():
     prices = FAMILY.prices(config, True)
     assert prices.attention == pytest.approx(3 * (10 + 10) / linear)  # a pair: scores and values
     assert prices.head == pytest.approx(44 / linear)
-    block, merger = 4 * 6 * 6 + 2 * 6 * 13, (24 * 24 + 24 * 4) / 4  # a merger runs once for four patches
+    block, merger = (
+        4 * 6 * 6 + 2 * 6 * 13,
+        (24 * 24 + 24 * 4) / 4,
+    )  # a merger runs once for four patches
     assert prices.patch == pytest.approx((2 * block + 2 * merger) / linear)
     assert FAMILY.prices(config, False).patch == pytest.approx(prices.patch / 3)
 
@@ -61,19 +66,27 @@ def test_units_are_the_blocks_and_the_rest_of_the_tower(family):
     blocks = [names[b] for path in paths for b in model.get_submodule(path).children()]
     towers = [family.vision_tower] if family.vision_tower else []
     assert sorted(units) == sorted([*blocks, *towers]) and len(blocks) == 2 * len(paths)
-    assert all(not inner.startswith(f"{outer}.") for i, outer in enumerate(units) for inner in units[i + 1 :])
+    assert all(
+        not inner.startswith(f"{outer}.")
+        for i, outer in enumerate(units)
+        for inner in units[i + 1 :]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_every_layer_named_is_there(family):
     """A class that transformers renames would silently compute its own forward. (Of the MoE, layer 0 is dense.)"""
-    assert set(family.layers) <= {type(module).__name__ for module in tiny_model(family=family.model_type).modules()}
+    assert set(family.layers) <= {
+        type(module).__name__ for module in tiny_model(family=family.model_type).modules()
+    }
 
 
 def test_decoding_stores_keys_and_values_of_every_layer():
     state = FAMILY.decode_state(tiny_model().config)
     assert state.kv_layers == (0, 1) and state.row_bytes() == 0
-    assert state.token_bytes(torch.bfloat16) == 2 * 2 * 2 * 16 * 2  # k and v, layers, heads, head size, bytes
+    assert (
+        state.token_bytes(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
+    )  # k and v, layers, heads, head size, bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -18,7 +18,9 @@ HYBRIDS = [name for name, family in FAMILIES.items() if family.float32_weights]
 
 @pytest.fixture
 def mesh(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield Mesh.make("cpu")
     dist.destroy_process_group()
 
@@ -71,7 +73,9 @@ def test_training_in_bfloat16_computes_and_sends_decays_in_float32(family, mesh)
     seen = []
     for module in trainer.policy.modules():
         if hasattr(module, "A_log"):
-            module.register_forward_pre_hook(lambda m, *_: seen.append((m.A_log.dtype, m.in_proj_a.weight.dtype)))
+            module.register_forward_pre_hook(
+                lambda m, *_: seen.append((m.A_log.dtype, m.in_proj_a.weight.dtype))
+            )
     g = group(np.random.default_rng(3), [(2, 3)], [9, 7])
     batch = tiny_collator()([Member(g, i, [0.0]) for i in range(2)], run_vision=True)
     with torch.no_grad():

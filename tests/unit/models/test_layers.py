@@ -28,7 +28,10 @@ def test_values_and_gradients(shape, dtype, tolerance):
     norm.weight.data.uniform_(0.5, 2.0)
     x = (torch.randn(shape) * 3 + 1).to(dtype).requires_grad_()
     grad = torch.randn(shape).to(dtype)
-    exact, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    exact, weight = (
+        x.detach().double().requires_grad_(),
+        norm.weight.detach().double().requires_grad_(),
+    )
     expected = weight * exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-3)
     targets = [expected, *torch.autograd.grad(expected, (exact, weight), grad.double())]
     theirs = norm(x)
@@ -48,7 +51,9 @@ def test_rotation():
     ours = rotate(x, cos.unsqueeze(2), sin.unsqueeze(2))
     torch.testing.assert_close(ours, q, atol=1e-6, rtol=1e-6)
     grad = torch.randn_like(x)
-    for a, b in zip(torch.autograd.grad(ours, x, grad), torch.autograd.grad(q, x, grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, x, grad), torch.autograd.grad(q, x, grad), strict=True
+    ):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
@@ -73,13 +78,17 @@ def test_projections_equal_linear_layers():
         torch.testing.assert_close(a, b)
     assert torch.autograd.gradcheck(lambda x, *_: projections(x, *layers), (x, *weights))
     weights[1].requires_grad_(False)
-    grads = torch.autograd.grad(sum(y.sum() for y in projections(x, *layers)), (weights[0], weights[2]))
+    grads = torch.autograd.grad(
+        sum(y.sum() for y in projections(x, *layers)), (weights[0], weights[2])
+    )
     assert all(g.shape == w.shape for g, w in zip(grads, (weights[0], weights[2]), strict=True))
     with_bias = torch.nn.Linear(6, 5).double()
     torch.testing.assert_close(projections(x, with_bias, layers[0])[0], with_bias(x))
 
 
-@pytest.mark.parametrize("outs", [(96, 128), (40, 64, 64), (16, 24)], ids=["wider", "alike", "narrower"])
+@pytest.mark.parametrize(
+    "outs", [(96, 128), (40, 64, 64), (16, 24)], ids=["wider", "alike", "narrower"]
+)
 def test_projections_in_bfloat16(outs):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(48, n, bias=False).bfloat16() for n in outs]
@@ -88,7 +97,9 @@ def test_projections_in_bfloat16(outs):
     inputs = [x, *(layer.weight for layer in layers)]
     ours = torch.autograd.grad(projections(x, *layers), inputs, grads)
     exact = [a.detach().double().requires_grad_() for a in inputs]
-    theirs = torch.autograd.grad([exact[0] @ w.t() for w in exact[1:]], exact, [g.double() for g in grads])
+    theirs = torch.autograd.grad(
+        [exact[0] @ w.t() for w in exact[1:]], exact, [g.double() for g in grads]
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert a.is_contiguous() and a.dtype == torch.bfloat16
         assert (a - b).norm() <= 0.005 * b.norm()
@@ -108,7 +119,10 @@ def test_the_parts_follow_the_tensors_device():
     assert layers.kernels_for(torch.empty(1)) is cpu
     on_gpu: Any = SimpleNamespace(is_cuda=True)
     assert layers.kernels_for(on_gpu) is cuda
-    functions = [{n for n, f in vars(m).items() if callable(f) and f.__module__ == m.__name__} for m in (cpu, cuda)]
+    functions = [
+        {n for n, f in vars(m).items() if callable(f) and f.__module__ == m.__name__}
+        for m in (cpu, cuda)
+    ]
     assert functions[1] == {"rms_norm", "rotate", "swiglu", "projections"} <= functions[0]
 
 
@@ -154,7 +168,9 @@ def test_a_model_of_what_cuda_uses_gives_the_same_numbers(dtype, tolerance, monk
         policy = PolicyModel(model, family, banned(), temperature=1.0, chunk=None)
         logprobs, entropy = policy(batch)
         assert entropy is not None
-        grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), list(policy.parameters()), allow_unused=True)
+        grads = torch.autograd.grad(
+            logprobs.sum() + entropy.sum(), list(policy.parameters()), allow_unused=True
+        )
         return logprobs, entropy, torch.cat([g.flatten().float() for g in grads if g is not None])
 
     expected = numbers(torch.float32)
@@ -170,14 +186,23 @@ def test_a_model_of_what_cuda_uses_gives_the_same_numbers(dtype, tolerance, monk
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vision_tower_equals_transformers(dtype):
-    plain, ours = tiny_model().to(dtype), use_packed_attention(tiny_model(), family_of("qwen3_vl")).to(dtype)
+    plain, ours = (
+        tiny_model().to(dtype),
+        use_packed_attention(tiny_model(), family_of("qwen3_vl")).to(dtype),
+    )
     grids = np.array([[1, 4, 2], [2, 2, 4], [1, 2, 2]])
-    patches = np.random.default_rng(0).standard_normal((grids.prod(axis=1).sum(), PATCH_DIM), np.float32)
+    patches = np.random.default_rng(0).standard_normal(
+        (grids.prod(axis=1).sum(), PATCH_DIM), np.float32
+    )
     with torch.no_grad():
-        expected = plain.model.visual(torch.from_numpy(patches).to(dtype), grid_thw=torch.from_numpy(grids))
+        expected = plain.model.visual(
+            torch.from_numpy(patches).to(dtype), grid_thw=torch.from_numpy(grids)
+        )
         features = encode_images(ours, family_of("qwen3_vl"), patches, grids, "cpu")
     for a, b in zip(
-        (features.tokens, *features.deepstack), (expected.pooler_output, *expected.deepstack_features), strict=True
+        (features.tokens, *features.deepstack),
+        (expected.pooler_output, *expected.deepstack_features),
+        strict=True,
     ):
         assert (a - b).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype] * b.norm()
 
@@ -188,10 +213,17 @@ def test_every_layer_of_the_text_model_computes_this_way():
     replaced = [type(m).__name__ for m in model.modules() if "forward" in vars(m)]
     expected = {"RMSNorm": 9, "Attention": 2, "MLP": 2}
     expected = [f"Qwen3VLText{name}" for name, n in expected.items() for _ in range(n)]
-    assert sorted(replaced) == sorted([*expected, "Qwen3VLVisionPatchEmbed", *["Qwen3VLVisionAttention"] * 2])
+    assert sorted(replaced) == sorted(
+        [*expected, "Qwen3VLVisionPatchEmbed", *["Qwen3VLVisionAttention"] * 2]
+    )
 
 
 def test_patch_embedding():
-    plain, ours = tiny_model().model.visual.patch_embed, use_packed_attention(tiny_model(), family_of("qwen3_vl"))
+    plain, ours = (
+        tiny_model().model.visual.patch_embed,
+        use_packed_attention(tiny_model(), family_of("qwen3_vl")),
+    )
     patches = torch.randn(6, PATCH_DIM)
-    torch.testing.assert_close(ours.model.visual.patch_embed(patches), plain(patches), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        ours.model.visual.patch_embed(patches), plain(patches), atol=1e-6, rtol=1e-5
+    )

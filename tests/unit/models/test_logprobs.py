@@ -28,11 +28,15 @@ def test_values_and_gradients(chunk, temperature, ban, used):
     a, b = torch.randn(20), torch.randn(20)
     results = []
     for make in (
-        lambda: token_logprobs(hidden, weight, targets, temperature=temperature, banned=banned, chunk=chunk),
+        lambda: token_logprobs(
+            hidden, weight, targets, temperature=temperature, banned=banned, chunk=chunk
+        ),
         lambda: reference(hidden, weight, targets, temperature, banned),
     ):
         logprobs, entropy = make()
-        loss = sum((x * y).sum() for x, y, use in ((a, logprobs, used[0]), (b, entropy, used[1])) if use)
+        loss = sum(
+            (x * y).sum() for x, y, use in ((a, logprobs, used[0]), (b, entropy, used[1])) if use
+        )
         grads = torch.autograd.grad(loss, (hidden, weight))
         results.append((logprobs, entropy, *grads))
     for ours, theirs in zip(*results, strict=True):
@@ -47,7 +51,9 @@ def test_bfloat16_hidden_is_computed_in_float32():
     expected = reference(hidden, weight, targets, 1.0, None)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close((logprobs, entropy), expected, atol=1e-5, rtol=1e-5)
-    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "other products keep their precision"
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", (
+        "other products keep their precision"
+    )
 
 
 @pytest.mark.parametrize("ban", [False, True])
@@ -59,7 +65,9 @@ def test_logprobs_alone(ban):
         hidden, weight, targets, temperature=0.7, banned=banned, chunk=4, with_entropy=False
     )
     assert entropy is None
-    torch.testing.assert_close(logprobs, reference(hidden, weight, targets, 0.7, banned)[0], atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(
+        logprobs, reference(hidden, weight, targets, 0.7, banned)[0], atol=3e-6, rtol=3e-6
+    )
 
 
 def test_no_response_tokens():
@@ -101,9 +109,13 @@ def test_several_targets_at_each_position(ban, with_entropy):
     targets[:, 3] = targets[:, 0]
     banned = torch.arange(30, 33) if ban else None
     settings = {"temperature": 0.7, "banned": banned, "chunk": 4}
-    logprobs, entropy = token_logprobs(hidden, weight, targets, **settings, with_entropy=with_entropy)
+    logprobs, entropy = token_logprobs(
+        hidden, weight, targets, **settings, with_entropy=with_entropy
+    )
     expected = [reference(hidden, weight, column, 0.7, banned) for column in targets.T]
-    torch.testing.assert_close(logprobs, torch.stack([logp for logp, _ in expected], dim=1), atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(
+        logprobs, torch.stack([logp for logp, _ in expected], dim=1), atol=3e-6, rtol=3e-6
+    )
     factors = torch.randn(9, 4)
     ours, theirs = (
         (logprobs * factors).sum(),

@@ -29,9 +29,13 @@ def test_packed_rows_are_pefts(family, targets):
     for name, weight in policy.model.named_parameters():
         assert weight.requires_grad == lora.is_adapter(name), name
         if weight.requires_grad:
-            torch.testing.assert_close(weight.grad, others[name].grad, atol=2e-6, rtol=1e-3, msg=name)
+            torch.testing.assert_close(
+                weight.grad, others[name].grad, atol=2e-6, rtol=1e-3, msg=name
+            )
     sees = MEMBERS[family][1] is not None
-    moved = any("visual" in n and w.grad.abs().max() > 0 for n, w in others.items() if lora.is_adapter(n))
+    moved = any(
+        "visual" in n and w.grad.abs().max() > 0 for n, w in others.items() if lora.is_adapter(n)
+    )
     assert moved == (targets == "all-linear" and sees)
 
 
@@ -54,7 +58,9 @@ def test_without_adapters_it_is_the_base(family):
         if adapter is not None:
             given[name].copy_(lora.with_adapter(weight, adapter))
     now = dict(policy.model.named_parameters())
-    assert all(torch.equal(now[name], weight) for name, weight in before.items()), "nothing changes in place"
+    assert all(torch.equal(now[name], weight) for name, weight in before.items()), (
+        "nothing changes in place"
+    )
     torch.testing.assert_close(plain(batch)[0], with_adapters, atol=1e-5, rtol=0)
     by_peft = copy.deepcopy(policy.model)
     for layer in lora.adapters(by_peft).values():
@@ -70,7 +76,9 @@ def test_without_adapters_it_is_the_base(family):
 
 def names(family: str, targets: list[str], excluded: Sequence[str] = ()):
     return lora.adapted_names(
-        tiny_model(family=family), family_of(family), LoraConfig(target_modules=targets, exclude_modules=list(excluded))
+        tiny_model(family=family),
+        family_of(family),
+        LoraConfig(target_modules=targets, exclude_modules=list(excluded)),
     )
 
 
@@ -84,11 +92,15 @@ def test_names_and_patterns_say_where_adapters_go():
     assert "lm_head" not in everything
     gates = names("qwen2_5_vl", ["gate_proj"])
     assert any("visual" in name for name in gates) and any("language" in name for name in gates)
-    assert names("qwen2_5_vl", ["gate_proj"], ["vision"]) == [name for name in gates if "language" in name]
+    assert names("qwen2_5_vl", ["gate_proj"], ["vision"]) == [
+        name for name in gates if "language" in name
+    ]
     assert names("qwen2_5_vl", [r".*layers\.1\..*[qk]_proj"]) == [
         f"model.language_model.layers.1.self_attn.{x}_proj" for x in "qk"
     ]
-    assert names("qwen3_vl_moe", ["experts.down_proj"]) == ["model.language_model.layers.1.mlp.experts.down_proj"]
+    assert names("qwen3_vl_moe", ["experts.down_proj"]) == [
+        "model.language_model.layers.1.mlp.experts.down_proj"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,11 @@ def test_names_and_patterns_say_where_adapters_go():
         (
             ["qproj"],
             [],
-            ["lora.target_modules: 'qproj' matches no linear module", "layers.*.self_attn.q_proj", "merger"],
+            [
+                "lora.target_modules: 'qproj' matches no linear module",
+                "layers.*.self_attn.q_proj",
+                "merger",
+            ],
         ),
         (["language"], ["kproj"], ["lora.exclude_modules: 'kproj' matches no linear module"]),
         (["q_proj"], ["language"], ["leave no module to adapt"]),
@@ -113,7 +129,9 @@ def test_a_target_that_is_not_there_is_refused(targets, excluded, expected):
 def test_experts_have_no_dropout():
     settings = LoraConfig(dropout=0.1, target_modules=["language"])
     policy = tiny_policy(model_type="qwen3_vl_moe")
-    with pytest.raises(ConfigError, match=r"dropout: 0.1, but adapters of experts .*exclude_modules"):
+    with pytest.raises(
+        ConfigError, match=r"dropout: 0.1, but adapters of experts .*exclude_modules"
+    ):
         lora.add_adapters(policy.model, policy.family, settings)
     settings.exclude_modules = [r".*\.experts\..*"]
     lora.add_adapters(policy.model, policy.family, settings)
@@ -122,7 +140,10 @@ def test_experts_have_no_dropout():
 def test_dropout_is_pefts():
     """The same seed drops the same where one trajectory is the whole row."""
     settings = LoraConfig(rank=4, target_modules=["language"], dropout=0.3)
-    policy, model = adapted("qwen3_vl", settings).train(), with_values(peft_model("qwen3_vl", settings)).train()
+    policy, model = (
+        adapted("qwen3_vl", settings).train(),
+        with_values(peft_model("qwen3_vl", settings)).train(),
+    )
     g = group(np.random.default_rng(0), [], [9])
     batch = tiny_collator()([Member(g, 0, [0.0])], run_vision=False)
     torch.manual_seed(3)

@@ -27,9 +27,15 @@ from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.types import Sample, SamplingParams
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.vision_tower], ids=lambda f: f.model_type)
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES.values() if f.vision_tower], ids=lambda f: f.model_type
+)
 def test_one_to_eight_images_with_the_torch_engine(family):
-    rng, sampling, name = np.random.default_rng(0), SamplingParams(max_new_tokens=12), family.model_type
+    rng, sampling, name = (
+        np.random.default_rng(0),
+        SamplingParams(max_new_tokens=12),
+        family.model_type,
+    )
     counts = [1] * 6 + list(range(2, 9))
     shapes = [[tuple(rng.integers(1, 5, 2)) for _ in range(count)] for count in counts]
     requests = [request(rng, shown, sampling, tuple(range(6))) for shown in shapes]
@@ -39,7 +45,10 @@ def test_one_to_eight_images_with_the_torch_engine(family):
     )  # fmt: skip
     try:
         off = differences(
-            engine, requests, tiny_policy(model_type=name), Collator(family, IMAGE_ID, MERGE, pixels, PAD)
+            engine,
+            requests,
+            tiny_policy(model_type=name),
+            Collator(family, IMAGE_ID, MERGE, pixels, PAD),
         )
     finally:
         engine.close()
@@ -47,7 +56,9 @@ def test_one_to_eight_images_with_the_torch_engine(family):
     keep(name, "images", ratio(off), limit=MOST)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.vision_tower], ids=lambda f: f.model_type)
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES.values() if f.vision_tower], ids=lambda f: f.model_type
+)
 def test_one_to_eight_images_train_as_in_transformers(family):
     """Of all sizes, one in several rows and twice in one, prompts shared or not: logprobs, and the gradients of every weight."""
     rng, name = np.random.default_rng(3), family.model_type
@@ -59,7 +70,10 @@ def test_one_to_eight_images_train_as_in_transformers(family):
         images[0] = again if count == 8 else images[0]
         asked = request_about(rng, images)
         drawn = [rng.integers(2, 60, n).astype(np.int32) for n in (4, 7)]
-        samples = [Sample(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop") for ids in drawn]
+        samples = [
+            Sample(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+            for ids in drawn
+        ]
         groups.append(answered(asked, samples, str(count)))
     members = [Member(g, i, [0.0]) for g in groups for i in range(2)]
     theirs = tiny_model(family=name).train()
@@ -69,7 +83,9 @@ def test_one_to_eight_images_train_as_in_transformers(family):
     for share in (True, False):
         policy = tiny_policy(model_type=name)
         policy.train()
-        got, _ = policy(Collator(family, IMAGE_ID, MERGE, pixels, PAD, None, share)(members, run_vision=True))
+        got, _ = policy(
+            Collator(family, IMAGE_ID, MERGE, pixels, PAD, None, share)(members, run_vision=True)
+        )
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
         (got * weights).sum().backward()
         ours = dict(policy.named_parameters())

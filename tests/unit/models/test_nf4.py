@@ -17,14 +17,18 @@ NF4 = ["actor.model.is_lora=true", "actor.model.lora.quantization=nf4"]
 
 
 def settings(*targets: str, **more) -> LoraConfig:
-    return LoraConfig(rank=4, alpha=6.0, target_modules=list(targets) or ["language"], quantization="nf4", **more)
+    return LoraConfig(
+        rank=4, alpha=6.0, target_modules=list(targets) or ["language"], quantization="nf4", **more
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "qwen3"])
 def test_logprobs_and_gradients_are_those_of_peft_on_transformers_4_bit_model(family):
     (policy, packed), (theirs, logprobs) = both_logprobs(family, settings())
     ours, others = dict(policy.model.named_parameters()), dict(theirs.named_parameters())
-    assert {n for n, w in ours.items() if is_quantized(w)} == {n for n, w in others.items() if is_quantized(w)}
+    assert {n for n, w in ours.items() if is_quantized(w)} == {
+        n for n, w in others.items() if is_quantized(w)
+    }
     for name, weight in ours.items():
         torch.testing.assert_close(dense(weight), dense(others[name]), atol=0, rtol=0, msg=name)
     torch.testing.assert_close(packed, logprobs, atol=1e-5, rtol=1e-5)
@@ -32,7 +36,9 @@ def test_logprobs_and_gradients_are_those_of_peft_on_transformers_4_bit_model(fa
     for name, weight in ours.items():
         assert weight.requires_grad == lora.is_adapter(name), name
         if weight.requires_grad:
-            torch.testing.assert_close(weight.grad, others[name].grad, atol=1e-5, rtol=1e-3, msg=name)
+            torch.testing.assert_close(
+                weight.grad, others[name].grad, atol=1e-5, rtol=1e-3, msg=name
+            )
             assert weight.grad.abs().max() > 0, name
 
 
@@ -77,12 +83,18 @@ def test_a_layer_is_near_its_dense_one_and_takes_half_a_byte_a_weight():
     assert dense(weight).dtype == torch.bfloat16 and model[0].bias is linear.bias
     assert 0 < (dense(weight) - linear.weight).abs().max() < 0.17 * linear.weight.abs().max()
     assert weight.untyped_storage().nbytes() == linear.weight.numel() / 2
-    assert is_quantized(weight) and not is_quantized(linear.weight) and dense(linear.weight) is linear.weight
+    assert (
+        is_quantized(weight)
+        and not is_quantized(linear.weight)
+        and dense(linear.weight) is linear.weight
+    )
 
 
 def test_stacked_experts_are_refused_until_they_are_excluded():
     policy = tiny_policy(model_type="qwen3_vl_moe")
-    with pytest.raises(ConfigError, match=r"quantization: nf4, but .*linear modules only.*exclude_modules"):
+    with pytest.raises(
+        ConfigError, match=r"quantization: nf4, but .*linear modules only.*exclude_modules"
+    ):
         lora.add_adapters(policy.model, policy.family, settings())
     lora.add_adapters(policy.model, policy.family, settings(exclude_modules=[".*experts.*"]))
     names = [name for name, weight in policy.model.named_parameters() if is_quantized(weight)]
@@ -97,7 +109,14 @@ def test_bitsandbytes_is_tried_before_the_run(monkeypatch, tmp_path):
     (tmp_path / "bitsandbytes/__init__.py").write_text("raise RuntimeError('no kernel image')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     (said,) = packages_missing(config)
-    assert "quantization: nf4" in said and "fails on cpu" in said and "no kernel image" in said and "set none" in said
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else object())
+    assert (
+        "quantization: nf4" in said
+        and "fails on cpu" in said
+        and "no kernel image" in said
+        and "set none" in said
+    )
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else object()
+    )
     (said,) = packages_missing(config)
     assert "not installed; pip install 'rlinf_vl[qlora]'" in said

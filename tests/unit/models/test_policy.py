@@ -5,7 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import IMAGE_ID, MERGE, PAD, banned, grids, group, pixels, tiny_model, transformers_logprobs
+from tiny import (
+    IMAGE_ID,
+    MERGE,
+    PAD,
+    banned,
+    grids,
+    group,
+    pixels,
+    tiny_model,
+    transformers_logprobs,
+)
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import use_packed_attention
@@ -20,7 +30,9 @@ def collator(pad_to=None, share=True):
 
 
 def policy(model, temperature=1.0):
-    return PolicyModel(use_packed_attention(model, FAMILY), FAMILY, banned(), temperature=temperature, chunk=5)
+    return PolicyModel(
+        use_packed_attention(model, FAMILY), FAMILY, banned(), temperature=temperature, chunk=5
+    )
 
 
 def some_groups():
@@ -38,7 +50,9 @@ def some_groups():
 def test_packed_equals_transformers_unpacked(temperature, pad_to, share):
     groups = some_groups()
     members = [Member(g, i, [0.0]) for g in groups for i in range(len(g.trajectories))]
-    expected = torch.cat([transformers_logprobs(tiny_model(), m.group, m.index, temperature) for m in members])
+    expected = torch.cat(
+        [transformers_logprobs(tiny_model(), m.group, m.index, temperature) for m in members]
+    )
     batch = collator(pad_to, share)(members, run_vision=True)
     assert len(batch.ids) == (pad_to or batch.cu_seqlens[-1])
     ours, _ = policy(tiny_model(), temperature)(batch)
@@ -64,7 +78,9 @@ def test_a_shared_prompt_stands_in_the_row_once():
     assert np.diff(batch.cu_seqlens).tolist() == lengths
     assert batch.prefix.tolist() == [-1, 0, 0, 0, -1]
     last = len(g.prefix) - 1
-    assert (batch.predict[np.flatnonzero(np.diff(batch.trajectories, prepend=-1))[:3]] == last).all()
+    assert (
+        batch.predict[np.flatnonzero(np.diff(batch.trajectories, prepend=-1))[:3]] == last
+    ).all()
     assert (batch.positions[0] == np.concatenate([np.arange(last + 1), *[last + 1 + np.arange(n) for n in (5, 1, 9)],
                                                   np.arange(lengths[-1])])).all()  # fmt: skip
 
@@ -77,7 +93,9 @@ def test_features_by_hash_stand_in_for_pixels():
     without = replace(collator(), pixels=None)(members, run_vision=False)
     assert without.pixel_values is None and without.images == with_pixels.images
     features = model.encode(with_pixels.pixel_values, with_pixels.grids)
-    torch.testing.assert_close(model(without, features)[0], model(with_pixels)[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        model(without, features)[0], model(with_pixels)[0], atol=1e-6, rtol=1e-6
+    )
 
 
 def test_images_matter_and_stay_with_their_own_sample():

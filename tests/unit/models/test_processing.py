@@ -45,7 +45,9 @@ def test_stop_ids_are_those_of_the_tokenizer_and_of_the_checkpoint(toy_folder, t
     end, text_end = ids_of(processor, "<|im_end|>", "<|endoftext|>")
     assert processor.stop_ids == (end,)
     generation = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [end, text_end]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps(generation | {"eos_token_id": [end, text_end]})
+    )
     both = Processor(folder, family_of("qwen3_vl"))
     assert both.stop_ids == (end, text_end)
     assert not both.banned_ids(len(both.tokenizer))[[end, text_end]].any()

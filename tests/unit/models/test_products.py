@@ -11,7 +11,9 @@ from rlinf_vl.models.logprobs import token_logprobs
 @pytest.fixture
 def by_onednn(monkeypatch):
     """As on a CPU where oneDNN is faster, and for any size; tells which products it made."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch.backends.mkldnn.is_available() or not hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
         pytest.skip("this PyTorch has no oneDNN")
     made = []
     real = products._by_onednn
@@ -67,7 +69,9 @@ def test_projections_and_head_have_the_gradients_of_float64(by_onednn):
     exact = loss(
         torch.float64,
         lambda x, weights: [x @ w.t() for w in weights],
-        lambda hidden, weight: torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None]).squeeze(1),
+        lambda hidden, weight: (
+            torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None]).squeeze(1)
+        ),
     )
     for mine, theirs in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine, theirs.float(), atol=1e-5, rtol=1e-4)

@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny import IMAGE_ID, MERGE, PAD, answered, banned, group, pixels, tiny_model, transformers_logprobs
+from tiny import (
+    IMAGE_ID,
+    MERGE,
+    PAD,
+    answered,
+    banned,
+    group,
+    pixels,
+    tiny_model,
+    transformers_logprobs,
+)
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rlinf_vl.models.families import FAMILIES, family_of
@@ -50,15 +60,26 @@ def members_of(*groups):
 
 def long_and_short():
     rng = np.random.default_rng(0)
-    return members_of(group(rng, [(2, 3), (5, 3)], [5, 90, 1, 33], "a"), group(rng, [], [4, 6, 40], "b"))
+    return members_of(
+        group(rng, [(2, 3), (5, 3)], [5, 90, 1, 33], "a"), group(rng, [], [4, 6, 40], "b")
+    )
 
 
 def of_lengths(rng, prompt, responses, name):
     request = Request(
-        rng.integers(2, 60, prompt).astype(np.int32), (), np.zeros((0, 3), np.int64), SamplingParams(), ()
+        rng.integers(2, 60, prompt).astype(np.int32),
+        (),
+        np.zeros((0, 3), np.int64),
+        SamplingParams(),
+        (),
     )
     samples = [
-        Sample(rng.integers(2, 60, n).astype(np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop")
+        Sample(
+            rng.integers(2, 60, n).astype(np.int32),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.int32),
+            "stop",
+        )
         for n in responses
     ]
     return answered(request, samples, name)

@@ -8,7 +8,12 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from rlinf_vl.models.families import FAMILIES, family_of
-from rlinf_vl.models.loading import copy_processor_files, save_model, stored_as_in_memory, weight_shapes
+from rlinf_vl.models.loading import (
+    copy_processor_files,
+    save_model,
+    stored_as_in_memory,
+    weight_shapes,
+)
 from rlinf_vl.toy.files import write_toy_files
 from tests.tiny import tiny_model
 
@@ -54,7 +59,10 @@ def test_what_is_saved_is_as_sglang_loads_it_and_transformers_reads_the_same(fam
 @pytest.mark.parametrize("size", [16, 24, 32])
 def test_experts_that_only_transformers_can_read_are_known(size, tmp_path):
     """It saves them in its own layout, and tells another by its shape: not where a matrix is square (of 32 · 32)."""
-    family, model = family_of("qwen3_vl_moe"), tiny_model(family="qwen3_vl_moe", text={"moe_intermediate_size": size})
+    family, model = (
+        family_of("qwen3_vl_moe"),
+        tiny_model(family="qwen3_vl_moe", text={"moe_intermediate_size": size}),
+    )
     shapes = weight_shapes(model.config, family, False)
     for folder, save in (
         (tmp_path / "theirs", model.save_pretrained),
@@ -64,5 +72,7 @@ def test_experts_that_only_transformers_can_read_are_known(size, tmp_path):
         read = AutoModelForImageTextToText.from_pretrained(folder)
         for (name, a), b in zip(model.named_parameters(), read.parameters(), strict=True):
             assert torch.equal(a, b), name
-        assert stored_as_in_memory(folder, family, shapes) == (folder.name == "theirs" or size in (16, 32))
+        assert stored_as_in_memory(folder, family, shapes) == (
+            folder.name == "theirs" or size in (16, 32)
+        )
     assert not stored_as_in_memory(folder, family_of("qwen3_vl"), shapes)

@@ -12,7 +12,9 @@ IMAGE_BYTES = 2 * TOKENS * WIDTH * 4  # tokens and one deepstack layer, float32
 
 def features(seed, images=1):
     torch.manual_seed(seed)
-    return VisionFeatures(torch.randn(images * TOKENS, WIDTH), (torch.randn(images * TOKENS, WIDTH),))
+    return VisionFeatures(
+        torch.randn(images * TOKENS, WIDTH), (torch.randn(images * TOKENS, WIDTH),)
+    )
 
 
 def test_what_is_put_together_comes_back_apart_and_in_the_order_asked():
@@ -20,7 +22,9 @@ def test_what_is_put_together_comes_back_apart_and_in_the_order_asked():
     cache.put(["a", "b", "c"], three, [TOKENS] * 3)
     got = cache.get(["c", "a"])
     rows = torch.tensor([*range(8, 12), *range(4)])
-    assert torch.equal(got.tokens, three.tokens[rows]) and torch.equal(got.deepstack[0], three.deepstack[0][rows])
+    assert torch.equal(got.tokens, three.tokens[rows]) and torch.equal(
+        got.deepstack[0], three.deepstack[0][rows]
+    )
     assert cache.missing(["b", "x", "a", "x"]) == ["x"]
     with pytest.raises(KeyError, match="x"):
         cache.get(["x"])
@@ -60,7 +64,9 @@ def bytes_of(cache):
     """(on the device, on the host, both counted by what the cache's attributes hold)."""
     held = [x for store in vars(cache).values() if isinstance(store, dict) for x in store.values()]
     stacks = [x for x in held if isinstance(x, torch.Tensor)]
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in stacks), "a view keeps more than itself"
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in stacks), (
+        "a view keeps more than itself"
+    )
     on_device = sum(x.nbytes for x in stacks if x.device == cache.device)
     return on_device, sum(x.nbytes for x in stacks) - on_device
 
@@ -74,7 +80,9 @@ def test_host_memory_holds_no_more_than_the_step_needs_beyond_the_limit(device):
         assert cache.missing(names) == names
         two = features(step, 2)
         cache.put(
-            names, VisionFeatures(two.tokens.to(device), tuple(x.to(device) for x in two.deepstack)), [TOKENS] * 2
+            names,
+            VisionFeatures(two.tokens.to(device), tuple(x.to(device) for x in two.deepstack)),
+            [TOKENS] * 2,
         )
         assert cache.missing(names) == [] and cache.get(names).tokens.device == torch.device(device)
         assert sum(bytes_of(cache)) <= 2 * IMAGE_BYTES
@@ -91,14 +99,22 @@ def test_what_was_spilled_comes_back_to_the_device_when_there_is_room(device):
     made = features(0, 3)
     on_device = VisionFeatures(made.tokens.to(device), tuple(x.to(device) for x in made.deepstack))
     cache.put(names, on_device, [TOKENS] * 3)
-    cache.put(names[:1], VisionFeatures(on_device.tokens[:TOKENS], (on_device.deepstack[0][:TOKENS],)), [TOKENS])
+    cache.put(
+        names[:1],
+        VisionFeatures(on_device.tokens[:TOKENS], (on_device.deepstack[0][:TOKENS],)),
+        [TOKENS],
+    )
     assert cache.missing(names) == [] and sum(bytes_of(cache)) == 3 * IMAGE_BYTES
     cache.pin(["c", "b"])
     assert cache.missing(names) == ["a"] and bytes_of(cache) == (2 * IMAGE_BYTES, 0)
     if device == "cpu":
         assert torch.equal(cache.get(["c"]).tokens, made.tokens[2 * TOKENS :])
     cache.clear()
-    cache.put(["d"], VisionFeatures(on_device.tokens[:TOKENS], (on_device.deepstack[0][:TOKENS],)), [TOKENS])
+    cache.put(
+        ["d"],
+        VisionFeatures(on_device.tokens[:TOKENS], (on_device.deepstack[0][:TOKENS],)),
+        [TOKENS],
+    )
     assert sum(bytes_of(cache)) == IMAGE_BYTES
 
 

@@ -40,7 +40,9 @@ def make_conversations(folder: Path, steps: int = 6, groups: int = 2, samples: i
             metrics |= {"val/accuracy": 0.2 + 0.1 * step, "val/env/distance_left": 3 - 0.5 * step}
         lines.append(json.dumps(metrics))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "config.yaml").write_text(f"runner:\n  experiment_name: {folder.name}\n  max_steps: {steps}\n")
+    (folder / "config.yaml").write_text(
+        f"runner:\n  experiment_name: {folder.name}\n  max_steps: {steps}\n"
+    )
     return folder
 
 
@@ -59,10 +61,19 @@ def _maze(rng, folder: Path, skill: float, problem: int):
     for turn in range(6):
         picture = Image.new("RGB", (32, 32), "#f7f5ee")
         draw = ImageDraw.Draw(picture)
-        for x, y, color in ((1, 2, "#454b54"), (2, 0, "#454b54"), (*goal, "#26734d"), (*agent, "#b3261e")):
+        for x, y, color in (
+            (1, 2, "#454b54"),
+            (2, 0, "#454b54"),
+            (*goal, "#26734d"),
+            (*agent, "#b3261e"),
+        ):
             draw.rectangle([8 * x, 8 * y, 8 * x + 7, 8 * y + 7], fill=color)
         images.append(_store(folder, picture))
-        asked = ["Which way to the green cell? ", turn, "\nAnswer with \\boxed{up}, down, left or right."]
+        asked = [
+            "Which way to the green cell? ",
+            turn,
+            "\nAnswer with \\boxed{up}, down, left or right.",
+        ]
         wanted = "right" if agent[0] < goal[0] else "down"
         move = wanted if rng.random() < 0.3 + 0.7 * skill else str(rng.choice(list(MOVES)))
         agent = [min(3, max(0, a + d)) for a, d in zip(agent, MOVES[move], strict=True)]
@@ -78,23 +89,41 @@ def _maze(rng, folder: Path, skill: float, problem: int):
 def _measured(rng, folder: Path, skill: float, problem: int):
     image = Image.new("RGB", (320, 200), "#f4f1e8")
     wide, high = int(rng.integers(2, 9)), int(rng.integers(2, 5))
-    ImageDraw.Draw(image).rectangle([20, 20, 20 + 30 * wide, 20 + 30 * high], outline="#1a5fb4", width=4)
+    ImageDraw.Draw(image).rectangle(
+        [20, 20, 20 + 30 * wide, 20 + 30 * high], outline="#1a5fb4", width=4
+    )
     images = [_store(folder, image), _store(folder, image.crop((0, 0, 160, 100)))]
     system = {"role": "system", "content": ["You may call tools. Answer in \\boxed{}."]}
     asked = {"role": "user", "content": [0, "What is the area of this rectangle, in squares?"]}
     zoom = {"name": "zoom", "arguments": {"box": [0, 0, 160, 100]}}
-    broken = {"name": "multiply", "arguments": '{"a": ' + str(wide), "error": "the arguments are no JSON object"}
+    broken = {
+        "name": "multiply",
+        "arguments": '{"a": ' + str(wide),
+        "error": "the arguments are no JSON object",
+    }
     call = {"name": "multiply", "arguments": {"a": wide, "b": high}}
     text = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call><|im_end|>'
     turns = [
-        ([system, asked], "Let me look closer.\n" + text.format("zoom", json.dumps(zoom["arguments"])), [zoom]),
-        ([{"role": "tool", "content": ["Enlarged: ", 1]}], text.format("multiply", broken["arguments"]), [broken]),
+        (
+            [system, asked],
+            "Let me look closer.\n" + text.format("zoom", json.dumps(zoom["arguments"])),
+            [zoom],
+        ),
+        (
+            [{"role": "tool", "content": ["Enlarged: ", 1]}],
+            text.format("multiply", broken["arguments"]),
+            [broken],
+        ),
         (
             [{"role": "tool", "content": [broken["error"]]}],
             text.format("multiply", json.dumps(call["arguments"])),
             [call],
         ),
-        ([{"role": "tool", "content": [str(wide * high)]}], f"\\boxed{{{wide * high}}}<|im_end|>", []),
+        (
+            [{"role": "tool", "content": [str(wide * high)]}],
+            f"\\boxed{{{wide * high}}}<|im_end|>",
+            [],
+        ),
     ]
     told = [(said, answer, {"reward": 0.0, "tool_calls": calls}) for said, answer, calls in turns]
     told[-1][2]["reward"] = 1.0

@@ -30,7 +30,9 @@ def ending(steps=60, **last):
     rows = []
     for step in range(1, steps + 1):
         share = min(1.0, max(0.0, (step - 20) / 20))
-        rows.append({name: value + share * (last.get(name, value) - value) for name, value in STILL.items()})
+        rows.append(
+            {name: value + share * (last.get(name, value) - value) for name, value in STILL.items()}
+        )
     return rows
 
 
@@ -53,7 +55,9 @@ def ending(steps=60, **last):
 def test_an_alarm_is_raised_once_by_what_it_is_for(kind, last):
     found = told(ending(**last))
     assert [k for _, k in found].count(kind) == 1, found
-    assert {k for _, k in found} <= {kind, "reward_free_drift"}, "a reward that stays while much moves is told as well"
+    assert {k for _, k in found} <= {kind, "reward_free_drift"}, (
+        "a reward that stays while much moves is told as well"
+    )
     assert all(step > 20 for step, _ in found)
 
 
@@ -62,8 +66,16 @@ def test_an_alarm_is_raised_once_by_what_it_is_for(kind, last):
     [
         ("groups_tied", {"reward/zero_std_groups": GROUPS}, "sampling temperature"),
         ("answers_cut", {"rollout/truncated": 1.0}, "max_new_tokens"),
-        ("no_reward", {"reward/mean": 0.0, "reward/std": 0.0, "reward/accuracy": 0.0}, "check-reward"),
-        ("no_reward", {"reward/mean": -1.0, "reward/std": 0.0, "reward/accuracy": 0.0}, "data.prompt_suffix"),
+        (
+            "no_reward",
+            {"reward/mean": 0.0, "reward/std": 0.0, "reward/accuracy": 0.0},
+            "check-reward",
+        ),
+        (
+            "no_reward",
+            {"reward/mean": -1.0, "reward/std": 0.0, "reward/accuracy": 0.0},
+            "data.prompt_suffix",
+        ),
     ],
 )
 def test_a_run_that_can_learn_nothing_is_told_so_after_its_first_step(kind, values, look_at):
@@ -76,16 +88,41 @@ def test_a_run_that_can_learn_nothing_is_told_so_after_its_first_step(kind, valu
 
 
 def test_a_first_step_that_learns_or_has_learned_all_raises_nothing():
-    assert told([STILL | {"reward/std": 0.0, "rollout/truncated": 0.99, "reward/zero_std_groups": GROUPS - 1}]) == []
-    solved = {"reward/mean": 1.0, "reward/std": 0.0, "reward/accuracy": 1.0, "reward/zero_std_groups": GROUPS}
+    assert (
+        told(
+            [
+                STILL
+                | {
+                    "reward/std": 0.0,
+                    "rollout/truncated": 0.99,
+                    "reward/zero_std_groups": GROUPS - 1,
+                }
+            ]
+        )
+        == []
+    )
+    solved = {
+        "reward/mean": 1.0,
+        "reward/std": 0.0,
+        "reward/accuracy": 1.0,
+        "reward/zero_std_groups": GROUPS,
+    }
     assert told([STILL | solved] * 3) == []
 
 
 def test_each_alarm_says_what_to_try():
     alarms = Alarms(GROUPS)
-    ((kind, message),) = [said for row in ending(**{"rollout/truncated": 0.8}) for said in alarms.check(row)]
-    assert kind == "length_explosion" and "80%" not in message.partition("Try: ")[2] and "overlong" in message
-    assert len({alarm.kind for alarm in ALARMS}) == len(ALARMS) and all(alarm.advice for alarm in ALARMS)
+    ((kind, message),) = [
+        said for row in ending(**{"rollout/truncated": 0.8}) for said in alarms.check(row)
+    ]
+    assert (
+        kind == "length_explosion"
+        and "80%" not in message.partition("Try: ")[2]
+        and "overlong" in message
+    )
+    assert len({alarm.kind for alarm in ALARMS}) == len(ALARMS) and all(
+        alarm.advice for alarm in ALARMS
+    )
 
 
 def learning(seed, steps=150):
@@ -108,25 +145,46 @@ def test_a_run_that_learns_raises_none(seed):
 
 
 def test_what_is_learned_may_tie_and_be_sure_of_itself():
-    done = {"reward/mean": 0.99, "reward/accuracy": 0.99, "reward/zero_std_groups": 16, "actor/entropy": 0.0}
+    done = {
+        "reward/mean": 0.99,
+        "reward/accuracy": 0.99,
+        "reward/zero_std_groups": 16,
+        "actor/entropy": 0.0,
+    }
     assert told(ending(**done)) == []
 
 
 def test_longer_and_shorter_answers_are_fine_where_they_pay():
     for length in (9.0, 900.0):
         assert (
-            told(ending(**{"rollout/response_length_mean": length, "reward/mean": 0.7, "reward/accuracy": 0.7})) == []
+            told(
+                ending(
+                    **{
+                        "rollout/response_length_mean": length,
+                        "reward/mean": 0.7,
+                        "reward/accuracy": 0.7,
+                    }
+                )
+            )
+            == []
         )
 
 
 def test_metrics_that_a_run_lacks_raise_none():
-    assert told([{"reward/mean": 0.3}] * 60) == [] and told([{"val/accuracy": 0.5, "reward/mean": 0.1}] * 60) == []
-    assert told(ending(**{"reward/zero_std_groups": 16}), groups=None) == [], "a teacher alone is what is learned from"
+    assert (
+        told([{"reward/mean": 0.3}] * 60) == []
+        and told([{"val/accuracy": 0.5, "reward/mean": 0.1}] * 60) == []
+    )
+    assert told(ending(**{"reward/zero_std_groups": 16}), groups=None) == [], (
+        "a teacher alone is what is learned from"
+    )
 
 
 def test_an_alarm_at_its_threshold_is_not_told_again_and_again():
     rows = ending(**{"reward/zero_std_groups": 16})
-    flapping = [{**rows[-1], "reward/zero_std_groups": 16 - 4 * (step % 7 == 0)} for step in range(60)]
+    flapping = [
+        {**rows[-1], "reward/zero_std_groups": 16 - 4 * (step % 7 == 0)} for step in range(60)
+    ]
     assert len(told(rows + flapping)) == 1
     again = told(rows + ending(steps=19) + rows)
     assert [kind for _, kind in again] == ["groups_tied"] * 2, "it was over for longer"
@@ -137,7 +195,11 @@ def test_a_resumed_run_judges_by_its_whole_past_and_tells_no_alarm_twice():
     whole = told(rows)
     for step in (3, 25, 40, 55):
         resumed = Alarms(GROUPS, rows[:step])
-        rest = [(n, kind) for n, row in enumerate(rows[step:], step + 1) for kind, _ in resumed.check(row)]
+        rest = [
+            (n, kind)
+            for n, row in enumerate(rows[step:], step + 1)
+            for kind, _ in resumed.check(row)
+        ]
         assert rest == [(n, kind) for n, kind in whole if n > step]
     assert resumed.active.keys() == {"entropy_explosion"}
 
@@ -151,7 +213,15 @@ def test_the_line_and_the_event_say_it(tmp_path: Path, caplog: pytest.LogCapture
             for kind, message in alarms.check(row):
                 log.add(step, kind, message)
             progress.update(step, row, alarms.active)
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step 45/60")]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("step 45/60")
+    ]
     assert lines and lines[0].endswith("! groups tied")
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert event["kind"] == "groups_tied" and "dynamic_sampling" in event["message"] and event["step"] > 20 + WINDOW
+    assert (
+        event["kind"] == "groups_tied"
+        and "dynamic_sampling" in event["message"]
+        and event["step"] > 20 + WINDOW
+    )

@@ -42,12 +42,28 @@ def groups():
     """Four problems, four samples each: 4, 2 and 0 right; of the last one all failed, of the third one sample."""
     no, fault = [None] * 4, "environment: it hangs"
     return [
-        summary("a", "p", [1.0] * 4, turns=(1, 2, 2, 3), metrics=({"steps": 2.0},) * 4, errors=tuple(no)),
         summary(
-            "b", "q", [1.0, 0.0, 1.0, 0.0], turns=(1,) * 4, statuses=("length",) + ("stop",) * 3, metrics=({},) * 4
+            "a", "p", [1.0] * 4, turns=(1, 2, 2, 3), metrics=({"steps": 2.0},) * 4, errors=tuple(no)
         ),
-        summary("c", "r", [0.0] * 4, turns=(3,) * 4, metrics=({},) * 4, errors=(None, None, None, fault)),
-        summary("d", "s", [0.0] * 4, turns=(0,) * 4, metrics=({},) * 4, errors=(fault, fault, fault, "engine: died")),
+        summary(
+            "b",
+            "q",
+            [1.0, 0.0, 1.0, 0.0],
+            turns=(1,) * 4,
+            statuses=("length",) + ("stop",) * 3,
+            metrics=({},) * 4,
+        ),
+        summary(
+            "c", "r", [0.0] * 4, turns=(3,) * 4, metrics=({},) * 4, errors=(None, None, None, fault)
+        ),
+        summary(
+            "d",
+            "s",
+            [0.0] * 4,
+            turns=(0,) * 4,
+            metrics=({},) * 4,
+            errors=(fault, fault, fault, "engine: died"),
+        ),
     ]
 
 
@@ -60,7 +76,10 @@ def test_figures_of_a_small_evaluation():
         "standard_error": pytest.approx(math.sqrt(0.6875 / 3) / 2),
         "problems": 4,
     }
-    assert made["pass@2"]["mean"] == pytest.approx((1 + 5 / 6 + 0 + 0) / 4) and made["pass@2"]["problems"] == 4
+    assert (
+        made["pass@2"]["mean"] == pytest.approx((1 + 5 / 6 + 0 + 0) / 4)
+        and made["pass@2"]["problems"] == 4
+    )
     assert made["pass@4"]["mean"] == pytest.approx(0.5) and made["pass@4"]["problems"] == 4
     assert made["errors"] == {"environment": 4, "engine": 1} and made["trajectories"] == 11
     assert made["turns"] == {"mean": pytest.approx((1 + 2 + 2 + 3 + 4 + 9) / 11), "max": 3}
@@ -69,10 +88,21 @@ def test_figures_of_a_small_evaluation():
     assert made["by_turns"]["3"] == {"trajectories": 4, "accuracy": pytest.approx(1 / 4)}
     assert made["env"] == {"steps": 2.0}
     tables = made["tables"]
-    assert list(tables["category"]) == ["angle", "area", "–"] and list(tables["level"]) == ["9", "10"]
+    assert list(tables["category"]) == ["angle", "area", "–"] and list(tables["level"]) == [
+        "9",
+        "10",
+    ]
     assert tables["category"]["area"]["pass@1"]["mean"] == pytest.approx(0.5)
-    assert tables["category"]["angle"]["pass@1"] == {"mean": 0.0, "standard_error": None, "problems": 1}
-    assert tables["category"]["angle"]["reward"] == {"mean": None, "standard_error": None, "problems": 0}
+    assert tables["category"]["angle"]["pass@1"] == {
+        "mean": 0.0,
+        "standard_error": None,
+        "problems": 1,
+    }
+    assert tables["category"]["angle"]["reward"] == {
+        "mean": None,
+        "standard_error": None,
+        "problems": 0,
+    }
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     lines = render(made).splitlines()
     assert lines[2].split("|")[1:4] == [" all ", "        4 ", " 0.375 ± 0.239 "]
@@ -91,5 +121,9 @@ def test_tables_fit_a_terminal():
 
 
 def test_of_any_number_of_samples_pass_at_that_number_is_among_the_figures():
-    assert [k for k in evaluation(groups(), 3, {}) if k.startswith("pass")] == ["pass@1", "pass@2", "pass@3"]
+    assert [k for k in evaluation(groups(), 3, {}) if k.startswith("pass")] == [
+        "pass@1",
+        "pass@2",
+        "pass@3",
+    ]
     assert [k for k in evaluation(groups(), 1, {}) if k.startswith("pass")] == ["pass@1"]

@@ -22,7 +22,12 @@ def test_resuming_drops_what_was_written_after(tmp_path):
     again = StepLines(path, resume_step=3)
     assert again.last_step == 3
     again.append(4, {"groups": []})
-    assert [(row["step"], len(row["groups"])) for row in lines_of(path)] == [(1, 1), (2, 1), (3, 1), (4, 0)]
+    assert [(row["step"], len(row["groups"])) for row in lines_of(path)] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 0),
+    ]
 
 
 def test_a_torn_last_line_is_dropped_before_the_next_is_written(tmp_path):
@@ -79,11 +84,15 @@ def test_threads_that_add_events_lose_none_and_write_none_twice(tmp_path, monkey
         for number in range(25):
             events.add(number, kind, f"{kind} {number}")
 
-    threads = [threading.Thread(target=add_many, args=(kind,)) for kind in ("trained", "watched", "saved")]
+    threads = [
+        threading.Thread(target=add_many, args=(kind,)) for kind in ("trained", "watched", "saved")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     written = [(row["kind"], row["step"]) for row in lines_of(tmp_path / "events.jsonl")]
-    assert sorted(written) == sorted((kind, n) for kind in ("trained", "watched", "saved") for n in range(25))
+    assert sorted(written) == sorted(
+        (kind, n) for kind in ("trained", "watched", "saved") for n in range(25)
+    )
     assert events.summary() == "25 × saved, 25 × trained, 25 × watched"

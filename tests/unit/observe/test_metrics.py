@@ -42,7 +42,8 @@ def test_any_split_over_ranks_gives_the_whole():
         ranks.append(rank.state())
     shipped = json.loads(json.dumps(ranks))
     assert MetricSums.merged(shipped).compute() == pytest.approx(
-        {"mean": values.mean().item(), "max": values.max().item(), "min": values.min().item()}, abs=1e-12
+        {"mean": values.mean().item(), "max": values.max().item(), "min": values.min().item()},
+        abs=1e-12,
     )
 
 
@@ -60,7 +61,10 @@ def test_tensors_carry_no_graph():
     leaf = torch.ones(3, requires_grad=True)
     sums.add("loss", leaf.sum(), torch.tensor(3))
     sums.maximum("peak", leaf.max())
-    assert not sums._values["total"]["loss"].requires_grad and not sums._values["maximum"]["peak"].requires_grad
+    assert (
+        not sums._values["total"]["loss"].requires_grad
+        and not sums._values["maximum"]["peak"].requires_grad
+    )
     assert sums.compute() == {"loss": 1.0, "peak": 1.0}
 
 
@@ -105,25 +109,33 @@ def trajectory(
     **metrics,
 ) -> Trajectory:
     prompt = Request(np.zeros(5, np.int32), (), np.zeros((0, 3), np.int32), SamplingParams(), ())
-    sample = Sample(np.zeros(n, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
+    sample = Sample(
+        np.zeros(n, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish
+    )
     sequence = TokenSequence.of_sample(prompt, sample)
     status = "error" if error else finish
     played = (Turn(0, 5, 5, status, 0.0),) * (turns - 1) + (Turn(0, 5, 5 + n, status, 0.0),)
     return Trajectory((sequence,), played, reward, {}, status, reward > 0.5, error, metrics)
 
 
-def summary(name: str, *trajectories: Trajectory, images: bytes = b"", object_bytes: int = 0) -> GroupSummary:
+def summary(
+    name: str, *trajectories: Trajectory, images: bytes = b"", object_bytes: int = 0
+) -> GroupSummary:
     """`images`: one byte stands for the encoded bytes of an image."""
     shown = tuple((ImageRef.of(bytes([byte]) * 50), (1, 1, 1)) for byte in images)
     seeing = (replace(t, sequences=(replace(t.sequences[0], images=shown),)) for t in trajectories)
-    return GroupSummary.of(Group(name, name, 5, tuple(seeing)), image_token_id=-1, object_bytes=object_bytes)
+    return GroupSummary.of(
+        Group(name, name, 5, tuple(seeing)), image_token_id=-1, object_bytes=object_bytes
+    )
 
 
 def test_the_prefill_ratio_is_of_tokens_that_were_shown():
     """Of 17 tokens 5 are the group's prompt, 5 were sampled in two turns, and 7 shown between them."""
     made = summary("g", trajectory(4, 1.0), trajectory(2, 0.0))
     assert "rollout/prefill_ratio" not in summarize_rollout([made], 1.0)
-    episode = replace(made, tokens=(5 + 3 + 7 + 2, 7), turn_tokens=((3, 2), (2,)), prefilled_tokens=18)
+    episode = replace(
+        made, tokens=(5 + 3 + 7 + 2, 7), turn_tokens=((3, 2), (2,)), prefilled_tokens=18
+    )
     assert summarize_rollout([episode], 1.0)["rollout/prefill_ratio"] == 18 / (5 + 7)
 
 

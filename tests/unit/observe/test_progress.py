@@ -42,7 +42,10 @@ def test_elsewhere_each_step_is_one_log_line(caplog):
         run.phase("train")
         run.update(2, METRICS)
     first, second = caplog.messages
-    assert first == "step 1/4  reward 0.500  accuracy 0.250  val 0.750  mismatch 0.0012  tok/s 12,346  left 0:00:06"
+    assert (
+        first
+        == "step 1/4  reward 0.500  accuracy 0.250  val 0.750  mismatch 0.0012  tok/s 12,346  left 0:00:06"
+    )
     assert second.startswith("step 2/4  reward 0.500") and "val 0.750" in second
     assert output.getvalue() == ""
 
@@ -51,7 +54,11 @@ def test_the_mismatch_and_the_reference_kl_have_names_of_their_own_beside_ties_a
     caplog.set_level(logging.INFO, "rlinf_vl")
     with RunProgress(console=Console(file=io.StringIO())) as run:
         run.begin(1)
-        run.update(1, METRICS | {"actor/ref_kl": 0.25, "reward/zero_std_groups": 3, "rollout/truncated": 0.125})
+        run.update(
+            1,
+            METRICS
+            | {"actor/ref_kl": 0.25, "reward/zero_std_groups": 3, "rollout/truncated": 0.125},
+        )
     figures = "tied 3  cut 12%  ref_kl 0.25  mismatch 0.0012"
     assert figures in caplog.messages[-1] and " kl " not in caplog.messages[-1]
 
@@ -61,7 +68,11 @@ def test_every_phase_of_start_up_has_a_clock(caplog, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     run = RunProgress(console=Console(file=io.StringIO()))
-    for elapsed, phase in ((0, "starting Ray"), (4, "starting rollout workers and actor ranks"), (9, "sharding")):
+    for elapsed, phase in (
+        (0, "starting Ray"),
+        (4, "starting rollout workers and actor ranks"),
+        (9, "sharding"),
+    ):
         now[0] = 100.0 + elapsed
         run.phase(phase)
         run.phase(phase, done=1, total=2)  # a phase's progress is no phase of its own
@@ -103,7 +114,11 @@ def test_time_left_is_judged_by_the_last_steps_and_not_by_start_up(caplog, monke
     run.begin(100, 90)
     for step in (91, 92, 93):
         run.update(step, {})
-    assert [m.partition("left ")[2] for m in caplog.messages] == ["", "0:00:24", "0:00:24"]  # 8 · 3 s, 7 · 3.5 s
+    assert [m.partition("left ")[2] for m in caplog.messages] == [
+        "",
+        "0:00:24",
+        "0:00:24",
+    ]  # 8 · 3 s, 7 · 3.5 s
 
 
 def test_terminal_shows_one_line_with_step_metrics_and_phase():
@@ -114,7 +129,12 @@ def test_terminal_shows_one_line_with_step_metrics_and_phase():
         run.update(4, METRICS)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
     last = [line for line in re.split(r"[\r\n]+", text) if line.strip()][-1]
-    assert "step 4/10" in last and "reward 0.500" in last and "left 0:00:12" in last and "generate" in last
+    assert (
+        "step 4/10" in last
+        and "reward 0.500" in last
+        and "left 0:00:12" in last
+        and "generate" in last
+    )
 
 
 def test_log_lines_do_not_tear_the_live_line(root_logging):
@@ -129,7 +149,9 @@ def test_log_lines_do_not_tear_the_live_line(root_logging):
     lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
     (logged,) = [line for line in lines if "weights are here [0]" in line]
     assert "step 1/2" not in logged  # a line of its own
-    assert lines.index(logged) < max(i for i, line in enumerate(lines) if "step 1/2" in line)  # above the live one
+    assert lines.index(logged) < max(
+        i for i, line in enumerate(lines) if "step 1/2" in line
+    )  # above the live one
 
 
 def test_setup_logging_on_no_terminal_is_plain_and_idempotent(root_logging):

@@ -54,7 +54,9 @@ def tensorboard(run_dir) -> EventAccumulator:
 
 
 def texts(events, tag) -> dict[int, str]:
-    return {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(f"{tag}/text_summary")}
+    return {
+        e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(f"{tag}/text_summary")
+    }
 
 
 def test_tensorboard_shows_text_and_images(tmp_path):
@@ -80,11 +82,17 @@ def test_tensorboard_takes_hostile_text_as_text(tmp_path):
     html = markdown_to_safe_html(texts(tensorboard(tmp_path), "train/0")[1])
     for tag in ("<img", "<script", "<b>", "<i>", "<u>", "<a ", "\x1b"):
         assert tag not in html
-    for shown in ("&lt;img src=x onerror=alert(1)&gt;", "**bold** [a](javascript:x)", "[ref]: http://evil"):
+    for shown in (
+        "&lt;img src=x onerror=alert(1)&gt;",
+        "**bold** [a](javascript:x)",
+        "[ref]: http://evil",
+    ):
         assert shown in html
 
 
-def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_later(tmp_path, monkeypatch):
+def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_later(
+    tmp_path, monkeypatch
+):
     # TensorBoard knows a newer file by the second in its name
     seconds = itertools.count(1_800_000_000.0)
     clock = types.SimpleNamespace(time=lambda: next(seconds))
@@ -97,12 +105,19 @@ def test_samples_do_not_hide_scalars_and_a_run_that_goes_back_hides_what_was_lat
     scalars.log(2, {"x": 2.0})
     trackers.close()
     scalars.close()
-    assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "a", 2: "d"}
+    assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {
+        1: "a",
+        2: "d",
+    }
     resumed = make_trackers(tmp_path, ["tensorboard"], **NAMES)
     resumed.log_samples(1, [row(answer="e")])
     resumed.close()
-    assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {1: "e"}
-    assert [e.step for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("x")] == [1, 2]
+    assert {step: text[-1] for step, text in texts(tensorboard(tmp_path), "train/0").items()} == {
+        1: "e"
+    }
+    assert [
+        e.step for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("x")
+    ] == [1, 2]
 
 
 class Kept:
@@ -122,7 +137,9 @@ def test_samples_are_few_spread_and_short():
     kept = Kept()
     trackers = Trackers({"kept": lambda: kept})
     trackers.log_samples(
-        1, [row(problem_id=f"{i}", images=[]) for i in range(100)] + [row(split="val", prompt="x" * 9999)]
+        1,
+        [row(problem_id=f"{i}", images=[]) for i in range(100)]
+        + [row(split="val", prompt="x" * 9999)],
     )
     trackers.close()
     (_, train, samples), (_, val, (long,)) = kept.logged
@@ -230,12 +247,18 @@ scalars.close()
                 values = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
                 logged.append({k: v for k, v in values.items() if not k.startswith("_")})
     assert {"step": 1, "x": 0.5} in logged and {"step": 2, "x": 0.25} in logged
-    (samples,) = [values for values in logged if any(name.startswith("samples/train") for name in values)]
+    (samples,) = [
+        values for values in logged if any(name.startswith("samples/train") for name in values)
+    ]
     assert samples["step"] == 1
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples/*.json")
     table = json.loads(table.read_text())
     first, second = (dict(zip(table["columns"], values, strict=True)) for values in table["data"])
-    assert first["response"].startswith("<\u200bimg") and first["images"] is not None and second["images"] is None
+    assert (
+        first["response"].startswith("<\u200bimg")
+        and first["images"] is not None
+        and second["images"] is None
+    )
     assert (first["reward"], first["correct"], first["advantage"]) == (0.5, True, None)
 
 
@@ -260,5 +283,10 @@ print("\\nLOGS", json.dumps(SQLiteStorage.get_logs("p", "e")))
     logs = json.loads(line.removeprefix("LOGS"))
     assert [(log["step"], log["x"]) for log in logs if "x" in log] == [(1, 1.5), (2, 2.5)]
     (table,) = [log["samples/train"]["_value"] for log in logs if "samples/train" in log]
-    assert table[0]["response"].startswith("<\u200bimg") and table[0]["images"]["_type"] == "trackio.image"
-    assert (tmp_path / "trackio" / "media" / table[0]["images"]["file_path"]).exists() and table[1]["images"] is None
+    assert (
+        table[0]["response"].startswith("<\u200bimg")
+        and table[0]["images"]["_type"] == "trackio.image"
+    )
+    assert (tmp_path / "trackio" / "media" / table[0]["images"]["file_path"]).exists() and table[1][
+        "images"
+    ] is None

@@ -58,7 +58,10 @@ def test_a_second_run_in_a_process_has_its_own_spans_alone(recording, tmp_path_f
     with spans.span("train", step=1):
         pass
     spans.flush_spans()
-    assert [[row["name"] for row in spans.read_spans(run)] for run in (recording, second)] == [["sync"], ["train"]]
+    assert [[row["name"] for row in spans.read_spans(run)] for run in (recording, second)] == [
+        ["sync"],
+        ["train"],
+    ]
 
 
 def test_threads_do_not_mix(recording):
@@ -74,9 +77,10 @@ def test_threads_do_not_mix(recording):
         thread.join()
     spans.flush_spans()
     rows = spans.read_spans(recording)
-    assert sorted((name, sum(r["count"] for r in rows if r["name"] == name)) for name in {r["name"] for r in rows}) == [
-        (f"t{i}", 50) for i in range(4)
-    ]
+    assert sorted(
+        (name, sum(r["count"] for r in rows if r["name"] == name))
+        for name in {r["name"] for r in rows}
+    ) == [(f"t{i}", 50) for i in range(4)]
 
 
 def test_the_timeline_is_in_chromes_format(recording):

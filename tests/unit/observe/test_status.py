@@ -22,7 +22,10 @@ def end_with(folder, error):
 
 def test_an_error_of_ours_is_the_reason_word_for_word(tmp_path):
     status = end_with(tmp_path, RunError("30 of 100 rows are bad:\n  table\nRepair them."))
-    assert (status["state"], status["reason"]) == ("failed", "30 of 100 rows are bad:\n  table\nRepair them.")
+    assert (status["state"], status["reason"]) == (
+        "failed",
+        "30 of 100 rows are bad:\n  table\nRepair them.",
+    )
     assert len(last_words(RunError("line\n" * 1000)).splitlines()) == REASON_LINES
 
 
@@ -65,7 +68,10 @@ def test_a_killed_run_is_gone_and_not_running(tmp_path):
     status = read_status(tmp_path)
     process.communicate()
     assert status["state"] == "gone"
-    assert all(said in status["reason"] for said in (f"process {process.pid} ", "killed", "step 7", "phase train"))
+    assert all(
+        said in status["reason"]
+        for said in (f"process {process.pid} ", "killed", "step 7", "phase train")
+    )
     assert read_status(tmp_path)["state"] == "gone"
 
 
@@ -76,7 +82,9 @@ def test_another_process_that_got_the_id_is_not_the_run(tmp_path):
     assert status["pid"] == os.getpid() and read_status(tmp_path)["state"] == "running"
     path.write_text(json.dumps(status | {"started": status["started"] - 7 * 86400}))
     assert read_status(tmp_path)["state"] == "gone"
-    path.write_text(json.dumps(status | {"started": status["started"] - 7 * 86400, "host": "elsewhere"}))
+    path.write_text(
+        json.dumps(status | {"started": status["started"] - 7 * 86400, "host": "elsewhere"})
+    )
     assert read_status(tmp_path)["state"] == "running"  # nothing is known of another host's process
 
 
@@ -87,11 +95,15 @@ def test_a_torn_file_says_nothing(tmp_path, content):
     assert read_status(tmp_path) in ({}, {"state": "running", "host": 1})
 
 
-def test_what_changes_several_times_a_step_is_written_soon_and_at_once_with_anything_else(tmp_path, monkeypatch):
+def test_what_changes_several_times_a_step_is_written_soon_and_at_once_with_anything_else(
+    tmp_path, monkeypatch
+):
     written = []
     monkeypatch.setattr("rlinf_vl.observe.status.DELAY_S", 0.05)
     status, write = StatusFile(tmp_path), StatusFile._write
-    monkeypatch.setattr(StatusFile, "_write", lambda self: (write(self), written.append(read_status(tmp_path))))
+    monkeypatch.setattr(
+        StatusFile, "_write", lambda self: (write(self), written.append(read_status(tmp_path)))
+    )
     status.update(state="running")
     for step in range(100):
         status.update(phase="generate")

@@ -18,7 +18,14 @@ from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from rlinf_vl.config import config_keys
 from rlinf_vl.observe import tracker as tracker_module
 from rlinf_vl.observe.lines import StepLines
-from rlinf_vl.observe.tracker import OPENERS, TensorBoardTracker, TrackedRun, Trackers, make_trackers, open_wandb
+from rlinf_vl.observe.tracker import (
+    OPENERS,
+    TensorBoardTracker,
+    TrackedRun,
+    Trackers,
+    make_trackers,
+    open_wandb,
+)
 
 NAMES = {"project_name": "p", "experiment_name": "e", "config": {"a": {"b": 1}}}
 
@@ -36,7 +43,15 @@ def test_jsonl_lines_are_sorted_flushed_and_valid(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     tracker = Trackers({}, StepLines(path))
     tracker.log(
-        0, {"z": 1, "a": 0.5, "nan": math.nan, "inf": -math.inf, "np": np.float32(0.25), "torch": torch.tensor(2.0)}
+        0,
+        {
+            "z": 1,
+            "a": 0.5,
+            "nan": math.nan,
+            "inf": -math.inf,
+            "np": np.float32(0.25),
+            "torch": torch.tensor(2.0),
+        },
     )
     # Read before close: the line is there.
     (row,) = strict_lines(path)
@@ -71,7 +86,12 @@ def test_jsonl_resume_drops_later_and_torn_lines(tmp_path):
         resumed.log(2, {})
     resumed.log(3, {"x": -1.0})
     resumed.close()
-    assert [(row["step"], row["x"]) for row in strict_lines(path)] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, -1.0)]
+    assert [(row["step"], row["x"]) for row in strict_lines(path)] == [
+        (0, 0.0),
+        (1, 0.1),
+        (2, 0.2),
+        (3, -1.0),
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -91,7 +111,9 @@ def scalars(folder, name) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("made", [0, 8, 9])
 def test_tensorboard_file_reads_back_and_resume_hides_later_steps(tmp_path, monkeypatch, made):
     # a process numbers its files, and TensorBoard sorts names: 10 before 9
-    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(made))
+    monkeypatch.setattr(
+        "tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(made)
+    )
     tracker = TensorBoardTracker(tmp_path)
     for step in range(4):
         tracker.log(step, {"actor/loss": step + 0.5, "reward/mean": torch.tensor(1.0)})
@@ -155,7 +177,9 @@ def test_tensorboard_goes_on_after_its_disk_was_full(tmp_path, monkeypatch):
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
     tracker = TensorBoardTracker(tmp_path)
     tracker.log(1, {"x": 1.0})
-    monkeypatch.setattr(tracker._writer, "flush", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        tracker._writer, "flush", lambda: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(OSError, match="No space left"):
         tracker.log(2, {"x": 2.0})
     tracker.log(3, {"x": 3.0})
@@ -183,7 +207,9 @@ def test_make_trackers_writes_the_run_folder(tmp_path):
 def test_make_trackers_names_what_is_wrong(tmp_path, monkeypatch):
     for backend in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, backend, None)  # as if not installed
-        with pytest.raises(ImportError, match=f"has {backend}, which isn't installed: run `pip install {backend}`"):
+        with pytest.raises(
+            ImportError, match=f"has {backend}, which isn't installed: run `pip install {backend}`"
+        ):
             make_trackers(tmp_path, [backend], **NAMES)
 
 
@@ -209,7 +235,11 @@ class FakeWandb(types.ModuleType):
 def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for folder, resume_step, step in (("a", -1, 1), ("a", 1, 2), ("b", 1, 1)):  # the last goes on from a's checkpoint
+    for folder, resume_step, step in (
+        ("a", -1, 1),
+        ("a", 1, 2),
+        ("b", 1, 1),
+    ):  # the last goes on from a's checkpoint
         (tmp_path / folder).mkdir(exist_ok=True)
         trackers = make_trackers(tmp_path / folder, ["wandb"], **NAMES, resume_step=resume_step)
         trackers.log(step, {"x": 0.5})
@@ -226,18 +256,25 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
 def test_users_code_goes_to_no_tracker_unless_asked_for(tmp_path, monkeypatch, send_code):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = {"runner": {"code_files": {"/me/reward.py": "SECRET = 1"}, "seed": 1}, "data": {"seed": 2}}
+    config = {
+        "runner": {"code_files": {"/me/reward.py": "SECRET = 1"}, "seed": 1},
+        "data": {"seed": 2},
+    }
     named = NAMES | {"config": config, "send_code": send_code}
     make_trackers(tmp_path, ["wandb"], **named).close()
     (sent,) = [options["config"] for options in wandb.inits]
     assert ("SECRET" in str(sent)) is send_code
     assert list(sent["runner"]["code_files"]) == ["/me/reward.py"] and sent["data"] == {"seed": 2}
-    assert config["runner"]["code_files"] == {"/me/reward.py": "SECRET = 1"}, "the run's own config is as it was"
+    assert config["runner"]["code_files"] == {"/me/reward.py": "SECRET = 1"}, (
+        "the run's own config is as it was"
+    )
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("primary", [True, False])
-def test_wandb_is_shared_where_it_is_online_and_one_process_leads(tmp_path, monkeypatch, mode, primary):
+def test_wandb_is_shared_where_it_is_online_and_one_process_leads(
+    tmp_path, monkeypatch, mode, primary
+):
     wandb = FakeWandb(mode)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     (tmp_path / "wandb_id").write_text("id7")
@@ -245,7 +282,9 @@ def test_wandb_is_shared_where_it_is_online_and_one_process_leads(tmp_path, monk
     (options,) = wandb.inits
     settings = options["settings"]
     shared = {"mode": "shared", "x_primary": primary, "x_update_finish_state": primary}
-    assert {name: settings[name] for name in shared if name in settings} == (shared if mode == "online" else {})
+    assert {name: settings[name] for name in shared if name in settings} == (
+        shared if mode == "online" else {}
+    )
     assert (options["id"], options["resume"]) == ("id7", "allow")
 
 

@@ -22,7 +22,9 @@ def model(tmp_path):
     """A tokenizer of one word an id, the image token being tiny's."""
     words = [f"w{i} " for i in range(tiny.VOCAB)]
     words[tiny.IMAGE_ID] = IMAGE
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
+    )
     tokenizer.decoder = decoders.Fuse()
     folder = tmp_path / "model"
     folder.mkdir()
@@ -43,7 +45,9 @@ def rows(run, step):
 
 def test_rows_hold_what_was_sampled(model, run):
     rng = np.random.default_rng(0)
-    labels = Problem("p", (), "1", columns={"level": 2, "kind": "area", "long": "x" * 65, "list": [1]}).labels
+    labels = Problem(
+        "p", (), "1", columns={"level": 2, "kind": "area", "long": "x" * 65, "list": [1]}
+    ).labels
     group = replace(tiny.group(rng, [(1, 2), (2, 1)], [3, 5], "train-7-0"), labels=labels)
     group = pickle.loads(pickle.dumps(group))
     store = TrajectoryStore(run, model, IMAGE, 10**9)
@@ -55,12 +59,22 @@ def test_rows_hold_what_was_sampled(model, run):
     store.add(7, "train", group, ((0.5,), (-0.5,)), {1: np.arange(5, dtype=np.float32)})
     store.write(7)
     first, second = rows(run, 7)
-    for row, trajectory, place in ((first, group.trajectories[0], 0), (second, group.trajectories[1], 1)):
-        assert (row["step"], row["split"], row["group_id"], row["sample"]) == (7, "train", "train-7-0", place)
+    for row, trajectory, place in (
+        (first, group.trajectories[0], 0),
+        (second, group.trajectories[1], 1),
+    ):
+        assert (row["step"], row["split"], row["group_id"], row["sample"]) == (
+            7,
+            "train",
+            "train-7-0",
+            place,
+        )
         (sequence,) = trajectory.sequences
         response = sequence.ids[group.prefix_length :].tolist()
         assert row["response_ids"] == response
-        assert row["tokens"] == [f"w{i} " for i in response] and row["response"] == "".join(row["tokens"])
+        assert row["tokens"] == [f"w{i} " for i in response] and row["response"] == "".join(
+            row["tokens"]
+        )
         assert row["rollout_logprobs"] == sequence.logprobs[group.prefix_length :].tolist()
         assert row["reward"] == trajectory.reward and row["advantage"] == 0.5 - place
         assert json.loads(row["labels"]) == {"level": 2, "kind": "area"}
@@ -79,13 +93,17 @@ def test_what_an_environment_said_has_no_logprob_of_the_trainer(model, run):
     t = Trajectory((sequence,), turns, 1.0, parts, "stop", correct=True)
     failed = Trajectory((), (), 0.0, {}, "error", error="grading timed out: …")
     store = TrajectoryStore(run, model, IMAGE, 10**9)
-    store.add(1, "train", Group("g", "p", 1, (t, failed)), ((1.5, -0.5), ()), {0: np.array([-0.5, -1.5])})
+    store.add(
+        1, "train", Group("g", "p", 1, (t, failed)), ((1.5, -0.5), ()), {0: np.array([-0.5, -1.5])}
+    )
     store.write(1)
     row, bad = rows(run, 1)
     train = row["train_logprobs"]
     assert (train[0], train[3]) == (-0.5, -1.5) and np.isnan(train[1:3]).all()
     assert row["rollout_logprobs"] is None and row["weight_versions"] == [2, -1, -1, 3]
-    assert row["advantage"] == 0.5 and [t["advantage"] for t in json.loads(row["turns"])["turns"]] == [1.5, -0.5]
+    assert row["advantage"] == 0.5 and [
+        t["advantage"] for t in json.loads(row["turns"])["turns"]
+    ] == [1.5, -0.5]
     assert json.loads(row["reward_parts"]) == parts and row["correct"] is True
     assert (bad["correct"], bad["error"], bad["tokens"]) == (None, "grading timed out: …", [])
 
@@ -110,14 +128,20 @@ def test_going_back_drops_what_came_after(model, run):
     store.add(12, "val", tiny.group(np.random.default_rng(12), [], [2]))
     store.drop_after(9)
     assert store.write(12) == []
-    assert sorted(path.name for path in (run / "trajectories").iterdir()) == ["step_2.parquet", "step_9.parquet"]
+    assert sorted(path.name for path in (run / "trajectories").iterdir()) == [
+        "step_2.parquet",
+        "step_9.parquet",
+    ]
 
 
 def test_where_sequences_and_turns_are(model, run):
     """Two sequences behind a prompt of one token, and an image that only the second one has; the first has two turns."""
     seen = ImageRef.of(b"seen later")
     first = TokenSequence(
-        np.array([4, 5, 6, 7], np.int32), np.array([0, 1, 0, 1], bool), None, np.array([-1, 2, -1, 2], np.int32)
+        np.array([4, 5, 6, 7], np.int32),
+        np.array([0, 1, 0, 1], bool),
+        None,
+        np.array([-1, 2, -1, 2], np.int32),
     )
     second = TokenSequence(
         np.array([4, 9, 8], np.int32),
@@ -127,7 +151,11 @@ def test_where_sequences_and_turns_are(model, run):
         ((seen, (1, 2, 2)),),
     )
     facts = json.dumps({"state": "a", "tool_calls": [{"name": "add"}]})
-    turns = Turn(0, 1, 2, "stop", 0.25, facts), Turn(0, 3, 4, "length", 0.5), Turn(1, 2, 3, "stop", 0.0)
+    turns = (
+        Turn(0, 1, 2, "stop", 0.25, facts),
+        Turn(0, 3, 4, "length", 0.5),
+        Turn(1, 2, 3, "stop", 0.0),
+    )
     store = TrajectoryStore(run, model, IMAGE, 10**9)
     t = Trajectory((first, second), turns, 0.75, {}, "stop", metrics={"goal": 1.0})
     store.add(1, "train", Group("g", "p", 1, (t,)), ((1.0, -1.0, 0.75),))
@@ -139,8 +167,12 @@ def test_where_sequences_and_turns_are(model, run):
     assert [(t["start"], t["end"], t["finish_reason"], t["reward"]) for t in found["turns"]] == [
         (0, 1, "stop", 0.25), (2, 3, "length", 0.5), (4, 5, "stop", 0.0),
     ]  # fmt: skip
-    assert [t["advantage"] for t in found["turns"]] == [1.0, -1.0, 0.75] and row["advantage"] == 0.25
-    assert found["turns"][0]["state"] == "a" and found["turns"][0]["tool_calls"] == [{"name": "add"}]
+    assert [t["advantage"] for t in found["turns"]] == [1.0, -1.0, 0.75] and row[
+        "advantage"
+    ] == 0.25
+    assert found["turns"][0]["state"] == "a" and found["turns"][0]["tool_calls"] == [
+        {"name": "add"}
+    ]
     assert "state" not in found["turns"][1] and json.loads(row["metrics"]) == {"goal": 1.0}
     assert json.loads(row["messages"]) == [
         [

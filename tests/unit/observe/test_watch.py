@@ -54,26 +54,39 @@ def write_steps(folder, steps, mode="w"):
                 "rollout/tokens_per_second": 14200.0,
             }
             row |= {"val/accuracy": 0.25} if step % 5 == 0 else {}
-            file.write(json.dumps(row | {"time/step": 10.0, "time/generate": 5.0, "time/train": 4.0}) + "\n")
+            file.write(
+                json.dumps(row | {"time/step": 10.0, "time/generate": 5.0, "time/train": 4.0})
+                + "\n"
+            )
 
 
 @pytest.fixture
 def run(tmp_path):
     write_status(tmp_path)
     write_steps(tmp_path, range(1, 41))
-    event = {"time": NOW - 50, "step": 9, "kind": "worker_replaced", "message": "\x1b[2Jit died\n" + "long " * 100}
+    event = {
+        "time": NOW - 50,
+        "step": 9,
+        "kind": "worker_replaced",
+        "message": "\x1b[2Jit died\n" + "long " * 100,
+    }
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     return tmp_path
 
 
 def text(run, width=80, height=24, now=NOW):
     lines = RunPage(run).draw(width, height, now)
-    assert all(line.cell_len == width and "\n" not in line.plain and "\x1b" not in line.plain for line in lines)
+    assert all(
+        line.cell_len == width and "\n" not in line.plain and "\x1b" not in line.plain
+        for line in lines
+    )
     assert len(lines) <= height
     return "\n".join(line.plain for line in lines)
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (139, 60), (140, 20), (50, 12), (20, 5)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(80, 24), (200, 50), (139, 60), (140, 20), (50, 12), (20, 5)]
+)
 def test_it_fits(run, width, height):
     text(run, width, height)
 
@@ -117,11 +130,21 @@ def test_a_long_silence_is_told(run):
 def test_a_run_that_just_starts_and_torn_files(tmp_path):
     (tmp_path / "config.yaml").write_text("runner: {")
     assert "no status.json" in text(tmp_path)
-    write_status(tmp_path, state="starting", step=0, total_steps=0, phase="starting Ray", progress=None, workers=[])
+    write_status(
+        tmp_path,
+        state="starting",
+        step=0,
+        total_steps=0,
+        phase="starting Ray",
+        progress=None,
+        workers=[],
+    )
     page = text(tmp_path)
     assert "step 0 " in page and "starting" in page and "now  starting Ray  3 s" in page
     (tmp_path / "status.json").write_text('{"pid": 1')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/me\n[1]\n\x00\n{"step": 2, "reward/mean": null}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/me\n[1]\n\x00\n{"step": 2, "reward/mean": null}\n'
+    )
     (tmp_path / "events.jsonl").write_text("7\n")
     page = text(tmp_path)
     assert "curves, steps 2 to 2" in page and "nan" in page
@@ -167,13 +190,17 @@ def test_curve_is_scaled_and_held():
 
 
 def terminal(width=80, height=24):
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, highlight=False)
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=height, highlight=False
+    )
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):
     command = [sys.executable, "-m", "rlinf_vl", "watch", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} is not a run's folder")
+    assert done.returncode == 2 and done.stderr.startswith(
+        f"error: {tmp_path} is not a run's folder"
+    )
     with pytest.raises(ValueError, match="absent is not a run's folder"):
         watch(tmp_path / "absent")
 
@@ -239,17 +266,27 @@ def test_a_long_run_stays_cheap(tmp_path):
 
 def test_a_terminal_without_unicode_gets_ascii(run):
     raw = io.BytesIO()
-    console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=80, height=25)
+    console = Console(
+        file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=80, height=25
+    )
     watch(run, once=True, console=console)
     assert b"step 40/60" in raw.getvalue()
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (20, 5)])
 def test_a_failed_run_says_why(run, width, height):
-    write_status(run, state="failed", reason="ValueError: no GPU\x1b[2J\n  File worker.py, line 3\n" + "more\n" * 50)
+    write_status(
+        run,
+        state="failed",
+        reason="ValueError: no GPU\x1b[2J\n  File worker.py, line 3\n" + "more\n" * 50,
+    )
     page = text(run, width, height)
     assert "no GPU" in page.replace("\n", " ") or width == 20
-    assert ("worker.py, line 3" in page) == (width > 20) and "ended: failed" in page.replace("\n", "") or width == 20
+    assert (
+        ("worker.py, line 3" in page) == (width > 20)
+        and "ended: failed" in page.replace("\n", "")
+        or width == 20
+    )
     write_status(run, state="running", reason="")
     assert "no GPU" not in text(run, width, height)
     write_status(run, pid=2**22, started=NOW)
@@ -261,7 +298,10 @@ def test_the_newest_conversation_is_shown_with_its_pictures(tmp_path, width, hei
     run = make_conversations(tmp_path / "talk")
     page = text(run, width, height)
     row = pq.read_table(run / "trajectories/step_6.parquet").to_pylist()[-1]
-    assert f"newest conversation: training at step 6, problem {row['problem_id']}: right, reward 1" in page
+    assert (
+        f"newest conversation: training at step 6, problem {row['problem_id']}: right, reward 1"
+        in page
+    )
     assert re.search(r"success by number of turns  4: 100% of \d", page)
     for said in ("1 zoom", 'call zoom {"box": [0, 0, 160, 100]}'):
         assert said in page, said
@@ -273,7 +313,9 @@ def test_the_newest_conversation_is_shown_with_its_pictures(tmp_path, width, hei
     ):
         assert said in page, said
     drawn = [line for line in RunPage(run).draw(width, height, NOW) if "▀" in line.plain]
-    assert len(drawn) == 8 and any("#f4f1e8" in str(span.style) for line in drawn for span in line.spans)
+    assert len(drawn) == 8 and any(
+        "#f4f1e8" in str(span.style) for line in drawn for span in line.spans
+    )
 
 
 def test_where_there_is_little_room_or_only_one_turn_no_conversation_is_shown(tmp_path, run):
@@ -286,13 +328,23 @@ def test_a_new_file_is_followed_and_what_it_has_broken_is_left_out(tmp_path):
     page = RunPage(run)
     rows = pq.read_table(run / "trajectories/step_1.parquet").to_pylist()
     broken = ("{", "[]", '{"turns": [{"start": {}}]}', "7", "null")
-    odd = [row | {"turns": turns, "messages": messages} for row in rows for turns in broken for messages in broken]
-    shown = [row | {"step": 2, "problem_id": HOSTILE, "images": ["../x", "no.png", *row["images"]]} for row in rows]
+    odd = [
+        row | {"turns": turns, "messages": messages}
+        for row in rows
+        for turns in broken
+        for messages in broken
+    ]
+    shown = [
+        row | {"step": 2, "problem_id": HOSTILE, "images": ["../x", "no.png", *row["images"]]}
+        for row in rows
+    ]
     pq.write_table(pa.Table.from_pylist(odd + shown + odd), run / "trajectories/step_2.parquet")
     page.poll()
     drawn = page.draw(200, 50, NOW)
     said = "\n".join(line.plain for line in drawn)
-    assert "at step 2" in said and all(line.cell_len == 200 and "\u202e" not in line.plain for line in drawn)
+    assert "at step 2" in said and all(
+        line.cell_len == 200 and "\u202e" not in line.plain for line in drawn
+    )
     (run / "trajectories/step_3.parquet").write_bytes(b"torn")
     page.poll()
     assert "at step 2" in "\n".join(line.plain for line in page.draw(200, 50, NOW))

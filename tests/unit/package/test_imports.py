@@ -54,7 +54,11 @@ def imported(path: Path) -> Iterator[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 base = PACKAGE / Path(*inner.split(".")[1:])
-                yield inner if base.with_suffix(".py").exists() or (base / "__init__.py").exists() else node.module
+                yield (
+                    inner
+                    if base.with_suffix(".py").exists() or (base / "__init__.py").exists()
+                    else node.module
+                )
 
 
 def name_of(path: Path) -> str:
@@ -77,7 +81,10 @@ def test_no_arrow_goes_up(path):
 
 def test_no_circle():
     known = {name_of(path) for path in FILES}
-    graph = {name_of(path): {m for m in imported(path) if m in known and m != name_of(path)} for path in FILES}
+    graph = {
+        name_of(path): {m for m in imported(path) if m in known and m != name_of(path)}
+        for path in FILES
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -86,6 +93,8 @@ def test_no_circle():
 
 def test_the_page_shows_these_rooms():
     page = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `rlinf_vl/(\w+)(?:/|\.py)` \|[^|]*\| ([^|]*) \|$", page, re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| `rlinf_vl/(\w+)(?:/|\.py)` \|[^|]*\| ([^|]*) \|$", page, re.MULTILINE)
+    )
     shown = {room: set(re.findall(r"\w+", cell)) for room, cell in rows.items()}
     assert shown == {room: allowed for room, allowed in ROOMS.items()}

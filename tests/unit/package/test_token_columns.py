@@ -16,7 +16,13 @@ def test_a_column_noted_with_a_sample_arrives_everywhere(tmp_path):
     rng = np.random.default_rng(0)
     noted = [rng.random(n).astype(np.float32) for n in (4, 2)]
     samples = [
-        Sample(np.full(len(x), 5, np.int32), -x, np.zeros(len(x), np.int32), "stop", columns={"entropy": x})
+        Sample(
+            np.full(len(x), 5, np.int32),
+            -x,
+            np.zeros(len(x), np.int32),
+            "stop",
+            columns={"entropy": x},
+        )
         for x in noted
     ]
     group = tiny.answered(tiny.request(rng, [(2, 2)]), samples)
@@ -36,7 +42,11 @@ def test_a_column_noted_with_a_sample_arrives_everywhere(tmp_path):
 
     sections, notes = bytearray(), []
     table = read_trajectories(tmp_path / "run", 10**9, notes)
-    shown = encode_trajectories(table, tmp_path / "run", sections, ImageStore(sections, 10**9), notes)
+    shown = encode_trajectories(
+        table, tmp_path / "run", sections, ImageStore(sections, 10**9), notes
+    )
     ((name, place),) = shown["token_columns"]  # of which a token's tooltip shows one line each
     assert name == "entropy" and notes == []
-    assert np.array_equal(np.frombuffer(sections, np.float32, place["count"], place["at"]), everything)
+    assert np.array_equal(
+        np.frombuffer(sections, np.float32, place["count"], place["at"]), everything
+    )

@@ -48,7 +48,9 @@ def sequence_of(rng, ids, images, prompt):
     mask = (np.arange(len(ids)) >= prompt) & (ids < IMAGE_ID) & (rng.random(len(ids)) < 0.6)
     logprobs = np.where(mask, rng.normal(size=len(ids)), 0).astype(np.float32)
     columns = {"entropy": np.where(mask, rng.random(len(ids)), 0).astype(np.float32)}
-    return TokenSequence(ids, mask, logprobs, np.where(mask, 3, -1).astype(np.int32), tuple(images), columns)
+    return TokenSequence(
+        ids, mask, logprobs, np.where(mask, 3, -1).astype(np.int32), tuple(images), columns
+    )
 
 
 def trajectory_of(sequences, rng=None):
@@ -56,7 +58,9 @@ def trajectory_of(sequences, rng=None):
     turns = []
     for j, sequence in enumerate(sequences):
         cut = int(rng.integers(0, len(sequence.ids))) if rng else 0
-        turns += [Turn(j, start, end, "stop", 0.0) for start, end in ((0, cut), (cut, len(sequence.ids)))]
+        turns += [
+            Turn(j, start, end, "stop", 0.0) for start, end in ((0, cut), (cut, len(sequence.ids)))
+        ]
     return Trajectory(tuple(sequences), tuple(turns), 0.0, {}, "stop")
 
 
@@ -68,10 +72,18 @@ def random_tree(rng, name):
         more, seen = piece(rng, rng.integers(1, 3))
         ids, images = ids + more, images + seen
         children = rng.integers(0, 3) if depth < 4 else 0
-        found = [sequence_of(rng, ids, images, len(prompt))] if not children or rng.random() < 0.2 else []
-        return found + [sequence for _ in range(children) for sequence in branches(ids, images, depth + 1)]
+        found = (
+            [sequence_of(rng, ids, images, len(prompt))]
+            if not children or rng.random() < 0.2
+            else []
+        )
+        return found + [
+            sequence for _ in range(children) for sequence in branches(ids, images, depth + 1)
+        ]
 
-    trajectories = tuple(trajectory_of(branches(prompt, shown, 2), rng) for _ in range(rng.integers(1, 3)))
+    trajectories = tuple(
+        trajectory_of(branches(prompt, shown, 2), rng) for _ in range(rng.integers(1, 3))
+    )
     return Group(name, name, len(prompt), trajectories)
 
 
@@ -88,7 +100,8 @@ def gradient(policy, loss):
 
 
 @pytest.mark.parametrize(
-    ("family", "trees", "share"), [("qwen3_vl", 200, True), ("qwen3_vl", 20, False), ("qwen3_5", 20, True)]
+    ("family", "trees", "share"),
+    [("qwen3_vl", 200, True), ("qwen3_vl", 20, False), ("qwen3_5", 20, True)],
 )
 def test_random_trees_equal_one_sequence_per_row(family, trees, share):
     """20 trees in a row. Gated delta nets are continued along them, to any depth."""
@@ -96,16 +109,26 @@ def test_random_trees_equal_one_sequence_per_row(family, trees, share):
     collate = replace(COLLATE, share_prompts=share)
     for first in range(0, trees, 20):
         groups = [random_tree(rng, f"g{first + k}") for k in range(20)]
-        members = [Member(g, i, rng.normal(size=len(t.turns))) for g in groups for i, t in enumerate(g.trajectories)]
+        members = [
+            Member(g, i, rng.normal(size=len(t.turns)))
+            for g in groups
+            for i, t in enumerate(g.trajectories)
+        ]
         batch = collate(members, run_vision=True)
         packed, loss = loss_of(policy, batch)
         alone, alone_loss = [], torch.zeros(())
         for member in members:
             for j, sequence in enumerate(member.trajectory.sequences):
-                turns = [(replace(t, sequence=0), k) for k, t in enumerate(member.trajectory.turns) if t.sequence == j]
+                turns = [
+                    (replace(t, sequence=0), k)
+                    for k, t in enumerate(member.trajectory.turns)
+                    if t.sequence == j
+                ]
                 own = Trajectory((sequence,), tuple(turn for turn, _ in turns), 0.0, {}, "stop")
                 single = replace(member.group, trajectories=(own,))
-                row = COLLATE([Member(single, 0, [member.advantages[k] for _, k in turns])], run_vision=True)
+                row = COLLATE(
+                    [Member(single, 0, [member.advantages[k] for _, k in turns])], run_vision=True
+                )
                 assert len(row.cu_seqlens) == 2
                 logprobs, its_loss = loss_of(policy, row)
                 alone.append(logprobs)
@@ -119,7 +142,9 @@ def test_random_trees_equal_one_sequence_per_row(family, trees, share):
         if share:
             lone = sum(s.tokens[0] if len(s.tokens) == 1 else 0 for s in summaries)
             together = sum(
-                s.prompt_tokens + sum(n - s.prompt_tokens for n in s.tokens) for s in summaries if len(s.tokens) > 1
+                s.prompt_tokens + sum(n - s.prompt_tokens for n in s.tokens)
+                for s in summaries
+                if len(s.tokens) > 1
             )
             assert len(batch.ids) == lone + together, "what the planner counts"
         else:
@@ -132,14 +157,39 @@ def test_a_branch_is_cut_before_an_image_that_differs():
     (first, grid), (second, same_grid) = PICTURES[1], PICTURES[3]
     assert grid.tolist() == same_grid.tolist()
     grid = tuple(grid.tolist())
-    ids = [2, 3, VISION_START, IMAGE_ID, IMAGE_ID, VISION_END, 4, VISION_START, IMAGE_ID, IMAGE_ID, VISION_END, 4, 2]
+    ids = [
+        2,
+        3,
+        VISION_START,
+        IMAGE_ID,
+        IMAGE_ID,
+        VISION_END,
+        4,
+        VISION_START,
+        IMAGE_ID,
+        IMAGE_ID,
+        VISION_END,
+        4,
+        2,
+    ]
     a = sequence_of(rng, ids, [(first, grid), (first, grid)], 2)
     b = sequence_of(rng, ids, [(first, grid), (second, grid)], 2)
     c = sequence_of(rng, [*ids, 3], a.images, 2)
-    assert [x.shared_length(y, IMAGE_ID) for x, y in ((a, b), (b, a), (a, c), (c, a), (b, c))] == [8, 8, 13, 13, 8]
+    assert [x.shared_length(y, IMAGE_ID) for x, y in ((a, b), (b, a), (a, c), (c, a), (b, c))] == [
+        8,
+        8,
+        13,
+        13,
+        8,
+    ]
     group = Group("g", "g", 2, (trajectory_of((a, b, c)),))
     batch = COLLATE([Member(group, 0, [1.0] * 6)], run_vision=True)
-    assert batch.prefix.tolist() == [-1, 0, 1, 0] and np.diff(batch.cu_seqlens).tolist() == [8, 5, 1, 5]
+    assert batch.prefix.tolist() == [-1, 0, 1, 0] and np.diff(batch.cu_seqlens).tolist() == [
+        8,
+        5,
+        1,
+        5,
+    ]
     assert GroupSummary.of(group, IMAGE_ID).tokens == (19,) and len(batch.images) == 2
 
 
@@ -154,11 +204,21 @@ def test_a_sampled_token_of_a_shared_segment_counts_for_each_sequence():
     group = Group("g", "g", 1, (Trajectory(sequences, turns, 0.0, {}, "stop"),))
     batch = COLLATE([Member(group, 0, (2.0, 3.0, 4.0))], run_vision=False)
     assert batch.ids.tolist() == [2, 3, 4, 5, 6] and batch.prefix.tolist() == [-1, 0, 0]
-    assert batch.predict.tolist() == [0, 1, 2, 0, 1, 2] and batch.targets.tolist() == [3, 4, 5, 3, 4, 6]
+    assert batch.predict.tolist() == [0, 1, 2, 0, 1, 2] and batch.targets.tolist() == [
+        3,
+        4,
+        5,
+        3,
+        4,
+        6,
+    ]
     assert batch.trajectories.tolist() == [0] * 6 and batch.turns.tolist() == [0, 0, 1, 2, 2, 2]
     assert batch.advantages.tolist() == [2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
     assert GroupSummary.of(group, IMAGE_ID).turn_tokens == ((2, 1, 3),)
-    assert batch.rollout_logprobs.tolist() == [-5] * 3 + [-6] * 3 and batch.columns["k"].tolist() == [5] * 3 + [6] * 3
+    assert (
+        batch.rollout_logprobs.tolist() == [-5] * 3 + [-6] * 3
+        and batch.columns["k"].tolist() == [5] * 3 + [6] * 3
+    )
 
 
 def test_routes_come_with_their_tokens_and_a_shared_prompt_counts_for_each_response():
@@ -174,7 +234,14 @@ def test_routes_come_with_their_tokens_and_a_shared_prompt_counts_for_each_respo
         )
 
     batch = of([5, 6], [7])
-    assert batch.ids.tolist() == [2, 3, 4, 5, 6, 7] + [PAD] * 6 and batch.copies.tolist() == [2, 1, 1, 0]
-    assert batch.routes.dtype == np.uint8 and batch.routes[:6].tolist() == [[10 * i, 10 * i + 1] for i in range(2, 8)]
+    assert batch.ids.tolist() == [2, 3, 4, 5, 6, 7] + [PAD] * 6 and batch.copies.tolist() == [
+        2,
+        1,
+        1,
+        0,
+    ]
+    assert batch.routes.dtype == np.uint8 and batch.routes[:6].tolist() == [
+        [10 * i, 10 * i + 1] for i in range(2, 8)
+    ]
     assert not batch.routes[6:].any()
     assert of([5], routed=False).routes is None and COLLATE([], run_vision=False).routes is None

@@ -13,7 +13,11 @@ from rlinf_vl.types import Prices
 
 #: Groups of small numbers: (prompt, patches, tokens of each response).
 groups = st.lists(
-    st.tuples(st.integers(1, 150), st.sampled_from([0, 16]), st.lists(st.integers(1, 250), min_size=1, max_size=9)),
+    st.tuples(
+        st.integers(1, 150),
+        st.sampled_from([0, 16]),
+        st.lists(st.integers(1, 250), min_size=1, max_size=9),
+    ),
     max_size=16,
 )
 sharing = pytest.mark.parametrize("share", [True, False], ids=["shared", "repeated"])
@@ -40,7 +44,11 @@ def flat(plan):
 
 
 def tokens_of(micro, share=True):
-    prompts = {item.group: item.prompt for item in micro}.values() if share else [item.prompt for item in micro]
+    prompts = (
+        {item.group: item.prompt for item in micro}.values()
+        if share
+        else [item.prompt for item in micro]
+    )
     return sum(prompts) + sum(item.tokens for item in micro)
 
 
@@ -51,7 +59,12 @@ def cost_of(micro, prices=Prices()):  # noqa: B008
         members = [item for item in micro if item.group == group]
         p = members[0].prompt
         pairs = p * p / 2 + sum(i.tokens * p + i.tokens * i.tokens / 2 for i in members)
-        cost += p + sum(i.tokens for i in members) + prices.attention * pairs + prices.patch * members[0].patches
+        cost += (
+            p
+            + sum(i.tokens for i in members)
+            + prices.attention * pairs
+            + prices.patch * members[0].patches
+        )
         cost += prices.head * sum(i.loss_tokens for i in members)
     return cost
 
@@ -63,7 +76,12 @@ def waiting(plan, ranks, prices=Prices()):  # noqa: B008
 
 @sharing
 @settings(max_examples=100)
-@given(drawn=groups, ranks=st.integers(1, 5), budget=st.integers(400, 1500), size=st.sampled_from([None, 1, 3, 8]))
+@given(
+    drawn=groups,
+    ranks=st.integers(1, 5),
+    budget=st.integers(400, 1500),
+    size=st.sampled_from([None, 1, 3, 8]),
+)
 def test_invariants(share, drawn, ranks, budget, size):
     items = items_of(drawn)
     plan = plan_micro_batches(items, ranks=ranks, budget=budget, size=size, share_prompts=share)
@@ -71,17 +89,27 @@ def test_invariants(share, drawn, ranks, budget, size):
     assert sorted((item for m in micro for item in m), key=lambda i: (i.group, i.index)) == items
     assert all(list(m) == sorted(m, key=lambda i: (i.group, i.index)) for m in micro)
     assert all(tokens_of(m, share) <= budget for m in micro)
-    assert all(len(rank) == plan.steps >= 1 for rank in plan.micro_batches) and len(plan.micro_batches) == ranks
+    assert (
+        all(len(rank) == plan.steps >= 1 for rank in plan.micro_batches)
+        and len(plan.micro_batches) == ranks
+    )
     assert size is None or all(len(m) <= size for m in micro)
     total = sum(tokens_of(m, share) for m in micro)
     assert plan.fill == pytest.approx(total / (budget * plan.steps * ranks))
     assert plan.repeated * total == pytest.approx(total - tokens_of(items))
     for s in range(plan.steps):
-        assert plan.run_vision[s] == any(item.patches for rank in plan.micro_batches for item in rank[s])
+        assert plan.run_vision[s] == any(
+            item.patches for rank in plan.micro_batches for item in rank[s]
+        )
 
 
 @settings(max_examples=50)
-@given(drawn=groups.filter(len), ranks=st.integers(1, 4), budget=st.integers(400, 1500), random=st.randoms())
+@given(
+    drawn=groups.filter(len),
+    ranks=st.integers(1, 4),
+    budget=st.integers(400, 1500),
+    random=st.randoms(),
+)
 def test_the_plan_does_not_depend_on_the_order_of_items(drawn, ranks, budget, random):
     items = items_of(drawn)
     mixed = random.sample(items, len(items))
@@ -91,7 +119,11 @@ def test_the_plan_does_not_depend_on_the_order_of_items(drawn, ranks, budget, ra
 
 
 @settings(max_examples=50)
-@given(drawn=groups.filter(len), ranks=st.integers(1, 4), prices=st.sampled_from([Prices(), Prices(0.01, 2.0, 0.5)]))
+@given(
+    drawn=groups.filter(len),
+    ranks=st.integers(1, 4),
+    prices=st.sampled_from([Prices(), Prices(0.01, 2.0, 0.5)]),
+)
 def test_imbalance_is_the_time_lost_by_waiting_at_the_given_prices(drawn, ranks, prices):
     plan = plan_micro_batches(items_of(drawn), ranks=ranks, budget=600, prices=prices)
     assert plan.imbalance == pytest.approx(waiting(plan, ranks, prices), abs=1e-9)
@@ -99,8 +131,12 @@ def test_imbalance_is_the_time_lost_by_waiting_at_the_given_prices(drawn, ranks,
 
 def test_without_shared_prompts_each_trajectory_costs_its_own():
     items = items_of([(100, 8, [50, 50, 30]), (20, 0, [5])])
-    plan = plan_micro_batches(items, ranks=2, budget=1000, size=3, share_prompts=False, prices=Prices(0.1, 3.0, 0.5))
-    alone = [replace(item, group=k, patches=0) for k, item in enumerate(items)]  # the image is there once all the same
+    plan = plan_micro_batches(
+        items, ranks=2, budget=1000, size=3, share_prompts=False, prices=Prices(0.1, 3.0, 0.5)
+    )
+    alone = [
+        replace(item, group=k, patches=0) for k, item in enumerate(items)
+    ]  # the image is there once all the same
     costs = [cost_of([item], Prices(0.1, 3.0, 0.5)) for item in alone]
     parts = [sum(costs[items.index(i)] for i in m) + 4 * (m[0].group == 0) for m in flat(plan)]
     assert plan.imbalance == pytest.approx(max(parts) / (sum(parts) / 2) - 1)
@@ -110,7 +146,14 @@ def test_without_shared_prompts_each_trajectory_costs_its_own():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
     "n, budget, lost",
-    [(16, 16384, 0.12), (24, 4096, 0.05), (128, 2048, 0.065), (64, 8192, 0.03), (300, 4096, 0.04), (300, 16384, 0.01)],
+    [
+        (16, 16384, 0.12),
+        (24, 4096, 0.05),
+        (128, 2048, 0.065),
+        (64, 8192, 0.03),
+        (300, 4096, 0.04),
+        (300, 16384, 0.01),
+    ],
 )
 def test_little_is_lost_by_waiting_and_by_repeated_prompts(n, budget, lost, ranks):
     """Against all ranks being busy all the time, with every prompt once."""
@@ -147,7 +190,9 @@ def test_rows_of_little_more_than_a_group_are_full_too():
 )
 @settings(max_examples=30)
 def test_groups_stay_whole_where_they_fit(n, ranks, prompt, responses):
-    plan = plan_micro_batches(items_of([(prompt, 4, responses)] * (n * ranks)), ranks=ranks, budget=8192)
+    plan = plan_micro_batches(
+        items_of([(prompt, 4, responses)] * (n * ranks)), ranks=ranks, budget=8192
+    )
     assert plan.repeated == 0 and plan.imbalance == pytest.approx(0)
     assert all(len({item.group for item in m}) == n for m in flat(plan))
 
@@ -171,9 +216,13 @@ def test_a_prompt_is_not_repeated_to_make_all_ranks_equally_slow():
 
 
 def test_an_oversized_item_is_refused_by_name():
-    with pytest.raises(ValueError, match="max_tokens_per_mbs: a trajectory of 500 tokens exceeds the budget of 499"):
+    with pytest.raises(
+        ValueError, match="max_tokens_per_mbs: a trajectory of 500 tokens exceeds the budget of 499"
+    ):
         plan_micro_batches([Item(0, 0, 200, 300)], ranks=1, budget=499)
-    assert flat(plan_micro_batches([Item(0, 0, 200, 300)], ranks=1, budget=500)) == [(Item(0, 0, 200, 300),)]
+    assert flat(plan_micro_batches([Item(0, 0, 200, 300)], ranks=1, budget=500)) == [
+        (Item(0, 0, 200, 300),)
+    ]
 
 
 def test_a_group_has_one_prompt():

@@ -63,7 +63,11 @@ def gpus(count: int, gib: float) -> Hardware:
 
 def overrides_in(line: str) -> list[str]:
     """The overrides that a line of advice names."""
-    return [text for text in re.findall(r"[\w.]+=[^\s:;]+", line) if text.partition("=")[0] in config_keys()]
+    return [
+        text
+        for text in re.findall(r"[\w.]+=[^\s:;]+", line)
+        if text.partition("=")[0] in config_keys()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +114,13 @@ def test_where_no_setting_helps_smallest_hardware_and_adapters_are_named(shallow
     for text in smallest.split("; or "):
         counts = [int(number) for number in re.findall(r"(\d+) (?:× |GB)", text)]
         *machines, count, card = counts
-        assert not made(shallow, *overrides_in(text), on=Hardware.named(count, card, *machines)).problems
+        assert not made(
+            shallow, *overrides_in(text), on=Hardware.named(count, card, *machines)
+        ).problems
         if count > 1:
-            assert advisor.smallest_change(Hardware.named(count // 2, card), cpu_offload=False) is None
+            assert (
+                advisor.smallest_change(Hardware.named(count // 2, card), cpu_offload=False) is None
+            )
     for line in adapters:
         assert "actor.model.is_lora=true" in line
         assert not made(shallow, *overrides_in(line), on=on).problems
@@ -126,19 +134,26 @@ def test_a_run_that_has_its_gpus_is_told_of_the_verb_that_knows_more(shallow):
 
 def test_no_change_raises_the_peak(shallow):
     """The search relies on it: where all changes together are too little, no part of them is tried."""
-    wasteful = ["rollout.gpu_memory_utilization=0.9", "actor.fsdp_config.reshard_after_forward=false"]
+    wasteful = [
+        "rollout.gpu_memory_utilization=0.9",
+        "actor.fsdp_config.reshard_after_forward=false",
+    ]
     config = parse_config(FLAGSHIP, [shallow, *wasteful])
     advisor = Advisor(config, Model(config))
     before = advisor.ledger_with([], gpus(4, 80))
     for change in MEMORY_CHANGES:
-        assert advisor.ledger_with([change], gpus(4, 80)).gpus[0].peak[0] <= before.gpus[0].peak[0], change
+        assert (
+            advisor.ledger_with([change], gpus(4, 80)).gpus[0].peak[0] <= before.gpus[0].peak[0]
+        ), change
 
 
 def test_adapters_on_stacked_experts_are_traced(tmp_path):
     shape = copy.deepcopy(KNOWN["Qwen/Qwen3-VL-30B-A3B-Instruct"])
     shape["text_config"] |= {"num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    config = parse_config(FLAGSHIP, [f"rollout.model.model_path={tmp_path}", "rollout.model.model_type=auto"])
+    config = parse_config(
+        FLAGSHIP, [f"rollout.model.model_path={tmp_path}", "rollout.model.model_type=auto"]
+    )
     advisor = Advisor(config, Model(config))
     assert advisor.ledger_with(LORA, gpus(1, 80)).trace.peak > 0
     assert advisor.ledger_with(advisor.qlora, gpus(1, 80)).trace.peak > 0
@@ -146,13 +161,19 @@ def test_adapters_on_stacked_experts_are_traced(tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_known_shapes_have_the_published_number_of_parameters(name):
-    config = parse_config(FLAGSHIP, [f"rollout.model.model_path=Qwen/{name}", "rollout.model.model_type=auto"])
+    config = parse_config(
+        FLAGSHIP, [f"rollout.model.model_path=Qwen/{name}", "rollout.model.model_type=auto"]
+    )
     counted = Model(config).weights.total
     text = Model(config).shape.get_text_config()
-    if text.model_type.startswith("qwen3_5"):  # a block of full attention, a projection of two hidden states, norms
+    if text.model_type.startswith(
+        "qwen3_5"
+    ):  # a block of full attention, a projection of two hidden states, norms
         hidden, width = text.hidden_size, text.head_dim
         attention = hidden * width * (3 * text.num_attention_heads + 2 * text.num_key_value_heads)
-        counted += attention + 3 * hidden * text.intermediate_size + 2 * hidden**2 + 5 * hidden + 2 * width
+        counted += (
+            attention + 3 * hidden * text.intermediate_size + 2 * hidden**2 + 5 * hidden + 2 * width
+        )
     assert counted == PUBLISHED[name]
 
 

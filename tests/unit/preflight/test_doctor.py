@@ -38,25 +38,53 @@ def test_a_machine_that_has_everything_has_no_other_line():
         ({"driver": None}, "NVIDIA driver", "fail", "none loaded"),
         ({"cuda_major": None}, "CUDA", "fail", "torch is built without it"),
         ({"gpus": ()}, "GPUs", "fail", "none that the driver shows"),
-        ({"missing_tools": ("ninja is not there",)}, "SGLang's tools", "fail", "ninja is not there"),
-        ({"missing_libraries": ("libcudart.so.13",)}, "memory saver", "fail", "the loader finds no libcudart.so.13"),
-        ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "environment", "warn", "through host memory; unset it"),
+        (
+            {"missing_tools": ("ninja is not there",)},
+            "SGLang's tools",
+            "fail",
+            "ninja is not there",
+        ),
+        (
+            {"missing_libraries": ("libcudart.so.13",)},
+            "memory saver",
+            "fail",
+            "the loader finds no libcudart.so.13",
+        ),
+        (
+            {"environment": {"NCCL_P2P_DISABLE": "1"}},
+            "environment",
+            "warn",
+            "through host memory; unset it",
+        ),
         ({"ports": 900}, "ports", "warn", "ip_local_port_range"),
         ({"ports": 0}, "ports", "fail", "none can be bound"),
         ({"shared_memory": GIB // 16}, "shared memory", "warn", "--shm-size=480g"),
         ({"cores": 8}, "cores", "warn", "8 for 16 actors"),
-        ({"total_memory": 96 * GIB}, "memory", "warn", "loading takes 95.1 (actor ranks 8, engines 8)"),
+        (
+            {"total_memory": 96 * GIB},
+            "memory",
+            "warn",
+            "loading takes 95.1 (actor ranks 8, engines 8)",
+        ),
         ({"run_disk": 40 * GIB}, "disk", "warn", "3 checkpoints of 20.7 GiB"),
         ({"run_disk": 10 * GIB}, "disk", "fail", "lower runner.keep_last"),
         ({"cache_disk": GIB}, "cache", "warn", "HF_HOME"),
         (
-            {"moved": ("torch 2.13.0 → 2.15.0",), "restore": "bash requirements/install.sh --venv /env"},
+            {
+                "moved": ("torch 2.13.0 → 2.15.0",),
+                "restore": "bash requirements/install.sh --venv /env",
+            },
             "packages",
             "warn",
             "torch 2.13.0 → 2.15.0: `bash requirements/install.sh --venv /env` puts them back",
         ),
         ({"python": "3.14.0"}, "python", "warn", "not tested; tested: 3.11"),
-        ({"cluster": "10.0.0.1:6379", "cluster_answers": False}, "cluster", "fail", "nothing answers"),
+        (
+            {"cluster": "10.0.0.1:6379", "cluster_answers": False},
+            "cluster",
+            "fail",
+            "nothing answers",
+        ),
     ],
 )
 def test_each_fault_has_a_line(fault, subject, status, said):
@@ -69,9 +97,14 @@ def test_each_fault_has_a_line(fault, subject, status, said):
 def test_a_cpu_cluster_has_the_slots_that_are_named():
     split = "cluster.component_placement={actor: 0-1, rollout: 2}"
     found = lines(dataclasses.replace(CPU, cores=2), split, config="toy-grpo-cpu")
-    assert not [line for line in found.values() if line.status == "fail"] and found["cores"].status == "warn"
+    assert (
+        not [line for line in found.values() if line.status == "fail"]
+        and found["cores"].status == "warn"
+    )
     there = dataclasses.replace(CPU, cores=2, cluster="10.0.0.1:6379", cluster_answers=True)
-    assert lines(there, split, config="toy-grpo-cpu")["slots"].status == "warn"  # one that is joined has what it has
+    assert (
+        lines(there, split, config="toy-grpo-cpu")["slots"].status == "warn"
+    )  # one that is joined has what it has
 
 
 def test_allocator_settings_that_the_memory_saver_refuses():
@@ -89,13 +122,25 @@ def test_packages():
     assert "SGLang's tools" not in found  # without SGLang its tools say nothing
     without = lines(dataclasses.replace(GPUS, packages=packages), "rollout.rollout_backend=torch")
     assert "sglang" not in without
-    assert lines(dataclasses.replace(GPUS, packages=GPUS.packages | {"torch": "2.13.0+cpu"}))["torch"].status == "ok"
-    assert lines(dataclasses.replace(GPUS, packages=GPUS.packages | {"torch": "2.13.01"}))["torch"].status == "warn"
+    assert (
+        lines(dataclasses.replace(GPUS, packages=GPUS.packages | {"torch": "2.13.0+cpu"}))[
+            "torch"
+        ].status
+        == "ok"
+    )
+    assert (
+        lines(dataclasses.replace(GPUS, packages=GPUS.packages | {"torch": "2.13.01"}))[
+            "torch"
+        ].status
+        == "warn"
+    )
 
 
 def test_the_head_of_a_cluster_needs_no_gpu():
     head = dataclasses.replace(CPU, cluster="10.0.0.1:6379")
-    assert not [line for line in lines(head, "cluster.num_nodes=2").values() if line.status == "fail"]
+    assert not [
+        line for line in lines(head, "cluster.num_nodes=2").values() if line.status == "fail"
+    ]
     assert [line for line in lines(CPU).values() if line.status == "fail"]
 
 
@@ -107,8 +152,12 @@ def test_image_tokens_by_arithmetic(tmp_path):
     from tiny import tiny_model
 
     tiny_model().config.save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text('{"size": {"longest_edge": 6400, "shortest_edge": 64}}')
-    own = lines(GPUS, "data.image_max_pixels=null", f"rollout.model.model_path={tmp_path}")["image tokens"]
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"size": {"longest_edge": 6400, "shortest_edge": 64}}'
+    )
+    own = lines(GPUS, "data.image_max_pixels=null", f"rollout.model.model_path={tmp_path}")[
+        "image tokens"
+    ]
     assert "at most 100 an image (8 × 8 pixels" in own.text
     tiny_model(family="qwen3").config.save_pretrained(tmp_path)
     assert "image tokens" not in lines(GPUS, f"rollout.model.model_path={tmp_path}")
@@ -116,7 +165,9 @@ def test_image_tokens_by_arithmetic(tmp_path):
 
 def test_versions_are_compared_with_those_that_the_environment_was_made_with(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    (tmp_path / ".rlinf_vl").write_text(f"key=1\nversion.torch={version('torch')}\nversion.ray=2.1\nversion.gone=3\n")
+    (tmp_path / ".rlinf_vl").write_text(
+        f"key=1\nversion.torch={version('torch')}\nversion.ray=2.1\nversion.gone=3\n"
+    )
     machine = doctor.look()
     assert machine.moved == (f"ray 2.1 → {version('ray')}", "gone 3 → none")
     assert machine.restore == f"bash requirements/install.sh --venv {tmp_path}"
@@ -142,7 +193,10 @@ def test_the_loader_is_asked_under_the_engines_environment(tmp_path, monkeypatch
     if os.system("cc --version > /dev/null 2>&1"):
         pytest.skip("no C compiler")
     build = f"cd {tmp_path} && mkdir there && echo 'int f(void){{return 1;}}' > f.c && cc -shared -fPIC -o there/libabsent.so f.c"
-    assert os.system(f"{build} && cc -shared -fPIC -o hook.so f.c -Wl,--no-as-needed -Lthere -labsent") == 0
+    assert (
+        os.system(f"{build} && cc -shared -fPIC -o hook.so f.c -Wl,--no-as-needed -Lthere -labsent")
+        == 0
+    )
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert doctor._missing_libraries() == ("libabsent.so",)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "there"))
@@ -166,9 +220,13 @@ def test_gpus_are_asked_of_the_driver_and_torch_is_left_alone(tmp_path):
     code = "from rlinf_vl.preflight.gpus import gpu_memory; import sys; print(gpu_memory(), 'torch' in sys.modules)"
     for visible, said in ((None, f"({GIB}, {2 * GIB}) False"), ("0", f"({GIB},) False")):
         environment = (
-            os.environ | {"LD_LIBRARY_PATH": str(tmp_path)} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+            os.environ
+            | {"LD_LIBRARY_PATH": str(tmp_path)}
+            | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
         assert done.stdout.strip() == said, done.stderr
 
 
@@ -183,7 +241,9 @@ def test_a_run_is_refused_before_its_folder_is_filled(tmp_path, monkeypatch, cap
         doctor.refuse(parse_config("toy-grpo-cpu"))
 
 
-def test_a_run_with_room_for_any_checkpoint_starts_without_a_look_at_its_weights(tmp_path, monkeypatch):
+def test_a_run_with_room_for_any_checkpoint_starts_without_a_look_at_its_weights(
+    tmp_path, monkeypatch
+):
     """The bound: 12 bytes for each number, of which a byte of the checkpoint has two at most."""
     from tiny import tiny_model
 
@@ -191,7 +251,11 @@ def test_a_run_with_room_for_any_checkpoint_starts_without_a_look_at_its_weights
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     looked = []
     monkeypatch.setattr(doctor, "_of_weights", lambda *how: looked.append(how) or ())
-    for free, lora, looks in ((24 * size, False, 0), (24 * size - 1, False, 1), (24 * size, True, 1)):
+    for free, lora, looks in (
+        (24 * size, False, 0),
+        (24 * size - 1, False, 1),
+        (24 * size, True, 1),
+    ):
         monkeypatch.setattr(doctor, "_free", lambda path, free=free: free)
         overrides = [f"rollout.model.model_path={tmp_path}", f"actor.model.is_lora={lora}"]
         looked.clear()

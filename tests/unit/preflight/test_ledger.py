@@ -39,10 +39,14 @@ def test_the_flagship_fits_on_80_gb_as_it_is(model, hardware):
 
 def test_parts_are_closed_forms(model):
     one, eight = (made(model, on=hardware).gpus[0].phases for hardware in CLUSTERS[:2])
-    assert one["generate"]["parameters"] == 4 * TOTAL  # master weights in float32, the frozen tower's too
+    assert (
+        one["generate"]["parameters"] == 4 * TOTAL
+    )  # master weights in float32, the frozen tower's too
     assert one["generate"]["optimizer"] == 8 * TRAINED
     assert one["train"]["gradients"] == 4 * TRAINED
-    assert one["train"]["gathered weights"] == 2 * TRAINED  # bfloat16; the tower's features come from the cache
+    assert (
+        one["train"]["gathered weights"] == 2 * TRAINED
+    )  # bfloat16; the tower's features come from the cache
     assert one["generate"]["engine weights"] == 2 * TOTAL
     assert one["generate"]["vision cache"] == GIB
     assert eight["train"]["optimizer"] == pytest.approx(TRAINED, rel=1e-3)  # 8 bytes over 8 ranks
@@ -58,11 +62,17 @@ def test_quantized_weights_are_whole_in_every_rank():
     def found(*overrides):
         config = parse_config(FLAGSHIP, [*lora, *overrides])
         model = Model(config)
-        return [ledger(config, hardware, model).gpus[0].phases["train"] for hardware in CLUSTERS[:2]]
+        return [
+            ledger(config, hardware, model).gpus[0].phases["train"] for hardware in CLUSTERS[:2]
+        ]
 
     (one, eight), (dense, _) = found(nf4), found()
     layers = 28 * (3 * 6144 * 2048 + 2 * 2048 * 2048 + 2 * 1024 * 2048)  # what adapters are on
-    assert one["4-bit weights"] == eight["4-bit weights"] == pytest.approx(layers * 4.127 / 8, rel=1e-3)
+    assert (
+        one["4-bit weights"]
+        == eight["4-bit weights"]
+        == pytest.approx(layers * 4.127 / 8, rel=1e-3)
+    )
     assert dense["parameters"] - one["parameters"] == 2 * layers and "4-bit weights" not in dense
     assert one["optimizer"] == dense["optimizer"]
     assert dense["gathered weights"] - one["gathered weights"] == 2 * (
@@ -79,12 +89,23 @@ def test_what_settings_change(model):
     offloaded = phases("actor.enable_offload=true")
     assert "parameters" not in offloaded["generate"] and offloaded["train"] == plain["train"]
     assert offloaded["generate"]["KV cache"] > plain["generate"]["KV cache"]
-    per_node, one_node = phases("actor.fsdp_config.strategy=hsdp", on=CLUSTERS[2]), phases(on=CLUSTERS[1])
+    per_node, one_node = (
+        phases("actor.fsdp_config.strategy=hsdp", on=CLUSTERS[2]),
+        phases(on=CLUSTERS[1]),
+    )
     assert per_node["train"] == one_node["train"] != phases(on=CLUSTERS[2])["train"]
     on_host = phases("actor.fsdp_config.cpu_offload=true")
-    assert on_host["train"]["parameters"] == on_host["train"]["optimizer"] == 0 < on_host["train"]["gathered weights"]
+    assert (
+        on_host["train"]["parameters"]
+        == on_host["train"]["optimizer"]
+        == 0
+        < on_host["train"]["gathered weights"]
+    )
     zero2 = phases("actor.fsdp_config.reshard_after_forward=false", on=CLUSTERS[1])
-    assert zero2["train"]["gradients"] == 4 * TRAINED and zero2["train"]["gathered weights"] == 2 * TRAINED
+    assert (
+        zero2["train"]["gradients"] == 4 * TRAINED
+        and zero2["train"]["gathered weights"] == 2 * TRAINED
+    )
     with_reference = phases("algorithm.kl_beta=0.01")
     assert with_reference["generate"]["reference"] == 2 * TOTAL
     assert "reference" not in plain["generate"]
@@ -110,12 +131,17 @@ def test_auto_leaves_a_reserve_where_engines_wake_beside_ranks(model):
 
 
 def test_a_teacher_has_weights_and_image_features_of_its_own(model):
-    config = parse_config(FLAGSHIP, ["algorithm.distillation.teacher_path=Qwen/Qwen3-VL-2B-Instruct"])
+    config = parse_config(
+        FLAGSHIP, ["algorithm.distillation.teacher_path=Qwen/Qwen3-VL-2B-Instruct"]
+    )
     taught = ledger(config, CLUSTERS[1]).gpus[0].phases["train"]
     alone = made(model, on=CLUSTERS[1]).gpus[0].phases["train"]
     assert taught["teacher"] == pytest.approx(2 * TOTAL / 8, rel=1e-3)
     assert taught["vision cache"] == 2 * alone["vision cache"] and "teacher" not in alone
-    assert taught["parameters"] == alone["parameters"] and taught["gathered weights"] > alone["gathered weights"]
+    assert (
+        taught["parameters"] == alone["parameters"]
+        and taught["gathered weights"] > alone["gathered weights"]
+    )
 
 
 def test_ranks_that_share_rows_have_a_part_of_the_activations():
@@ -135,7 +161,10 @@ def test_split_gpus_have_tables_of_their_own(model):
     found = made(model, split, on=CLUSTERS[1])
     actor, rollout = found.gpus
     assert (actor.role, rollout.role) == ("actor", "rollout") and not found.problems
-    assert "KV cache" not in actor.phases["generate"] and "parameters" not in rollout.phases["generate"]
+    assert (
+        "KV cache" not in actor.phases["generate"]
+        and "parameters" not in rollout.phases["generate"]
+    )
     assert found.share == 0.85
     assert "train" not in rollout.phases
 
@@ -181,7 +210,10 @@ def test_the_verb(capsys):
         (["preflight", FLAGSHIP, "rollout.model.model_type=foo"], "rollout.model.model_type"),
         (["preflight", FLAGSHIP, "runner.max_tokens_per_mbs=0"], "runner.max_tokens_per_mbs"),
         (["preflight", FLAGSHIP, "--gpus", "0"], "no slots: the cluster has none"),
-        (["preflight", FLAGSHIP, "cluster.component_placement={actor: 0-3, rollout: 4}"], "wants slot"),
+        (
+            ["preflight", FLAGSHIP, "cluster.component_placement={actor: 0-3, rollout: 4}"],
+            "wants slot",
+        ),
     ):
         assert main(wrong) == 2
         assert named in capsys.readouterr().err
@@ -198,7 +230,9 @@ def test_a_local_model_folder_is_read(tmp_path, model):
     from tiny import tiny_model
 
     tiny_model().config.save_pretrained(tmp_path)
-    found = ledger(parse_config(FLAGSHIP), CLUSTERS[0], Model(parse_config(FLAGSHIP), str(tmp_path)))
+    found = ledger(
+        parse_config(FLAGSHIP), CLUSTERS[0], Model(parse_config(FLAGSHIP), str(tmp_path))
+    )
     assert found.shape_source == "its config.json" and not found.problems
     assert found.gpus[0].phases["train"]["parameters"] < 2**20
 
@@ -210,14 +244,18 @@ def test_a_model_without_a_tower_has_no_phase_of_images(tmp_path):
     made = Model(parse_config(FLAGSHIP), str(tmp_path))
     found = ledger(parse_config(FLAGSHIP), CLUSTERS[0], made)
     assert made.weights.tower == 0 and not found.problems
-    assert not any(p.get("vision cache") or "activations" in p for p in [found.gpus[0].phases["images"]])
+    assert not any(
+        p.get("vision cache") or "activations" in p for p in [found.gpus[0].phases["images"]]
+    )
     assert found.gpus[0].phases["train"]["activations"] > 0
 
 
 def test_a_table_has_every_part(model):
     found = made(model)
     text = render(found)
-    for part in {part for phase in found.gpus[0].phases.values() for part, size in phase.items() if size}:
+    for part in {
+        part for phase in found.gpus[0].phases.values() for part, size in phase.items() if size
+    }:
         assert f"| {part}" in text
     assert dataclasses.replace(found, problems=("x",)) != found
     assert max(len(line) for line in text.splitlines() if line.startswith("|")) <= 80

@@ -47,8 +47,14 @@ def test_a_folder_that_is_no_checkpoint_is_told_by_the_teachers_key(tmp_path):
 def test_another_tokenizer_is_told_with_the_token(toy_folder, other):
     config = config_of(other, f"rollout.model.model_path={toy_folder}")
     (problem,) = teacher(config)
-    assert problem.startswith(f"{KEY}: {other} has another tokenizer") and "41" in problem and "40" in problem
-    with pytest.raises(RunError, match="another tokenizer"):  # of a name on the hub, or of the toy's own, only then
+    assert (
+        problem.startswith(f"{KEY}: {other} has another tokenizer")
+        and "41" in problem
+        and "40" in problem
+    )
+    with pytest.raises(
+        RunError, match="another tokenizer"
+    ):  # of a name on the hub, or of the toy's own, only then
         load_trainer(config, str(toy_folder), None, 1)
 
 

@@ -32,7 +32,10 @@ def test_a_trace_on_meta_counts_what_real_tensors_take(checkpointing, frozen):
     if frozen:
         freeze(real, FAMILY)
     if checkpointing:
-        enable = getattr(real, "activation_checkpointing_enable", None) or real.gradient_checkpointing_enable
+        enable = (
+            getattr(real, "activation_checkpointing_enable", None)
+            or real.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
     with mock.patch.object(attention, "kernel_for", lambda *_: Matmul):
         counted, computed = (trace_step(m, FAMILY, 96, longest=24, chunk=16) for m in (meta, real))
@@ -55,7 +58,11 @@ def test_live_bytes_are_those_of_living_storages():
         del b
         assert live.current == 400
         _ = float(c[0]), c.sum().item()
-    assert live.peak == 800 and live.current == 400 and live.synchronising["aten._local_scalar_dense.default"] == 2
+    assert (
+        live.peak == 800
+        and live.current == 400
+        and live.synchronising["aten._local_scalar_dense.default"] == 2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,11 @@ def flagship():
     assert "table" in said or "cache" in said
     return {
         checkpointing: meta_model(
-            config, FAMILY, torch.bfloat16, frozen=("vision_tower", "projector"), checkpointing=checkpointing
+            config,
+            FAMILY,
+            torch.bfloat16,
+            frozen=("vision_tower", "projector"),
+            checkpointing=checkpointing,
         )
         for checkpointing in (True, False)
     }
@@ -88,7 +99,9 @@ def test_checkpointing_keeps_one_tensor_a_layer(flagship):
     that. The traced peak is then the head's or a block's, not the sum over layers."""
     tokens = 4096
     with pretend_cuda():
-        with_it, without = (trace_step(flagship[c], FAMILY, tokens, longest=1024, chunk=256) for c in (True, False))
+        with_it, without = (
+            trace_step(flagship[c], FAMILY, tokens, longest=1024, chunk=256) for c in (True, False)
+        )
     per_layer = tokens * 2048 * 2
     assert 28 * per_layer < with_it.saved < 28 * per_layer * 1.3
     assert without.saved > 10 * with_it.saved
@@ -100,7 +113,9 @@ def test_logits_exist_a_chunk_at_a_time(flagship):
     """A chunk more of positions costs float32 logits of that many, once and a half in backward; without chunks it
     would be 1.2 GB a copy."""
     with pretend_cuda():
-        small, large = (trace_step(flagship[True], FAMILY, 2048, longest=1024, chunk=c).peak for c in (128, 512))
+        small, large = (
+            trace_step(flagship[True], FAMILY, 2048, longest=1024, chunk=c).peak for c in (128, 512)
+        )
     logits = (512 - 128) * 151936 * 4
     assert logits < large - small < 6 * logits
 

@@ -40,7 +40,9 @@ class Device:
         used = sum(self.held.values())
         self.peak = max(self.peak, used)
         if used > self.usable:
-            alive = ", ".join(f"{part} {size / GIB:.1f}" for (_, part), size in self.held.items() if size)
+            alive = ", ".join(
+                f"{part} {size / GIB:.1f}" for (_, part), size in self.held.items() if size
+            )
             raise OutOfMemory(f"{used / GIB:.1f} of {self.usable / GIB:.1f} GiB: {alive}")
 
     def give(self, owner: str, parts=None) -> None:
@@ -74,7 +76,9 @@ class FakeEngines(FakePool):
         assert not self.asleep, f"an engine was left asleep: {self.asleep}"
 
     def load(self):
-        assert "weights" not in self.asleep, "weights were sent to an engine that has no memory for them"
+        assert "weights" not in self.asleep, (
+            "weights were sent to an engine that has no memory for them"
+        )
 
 
 class FakeRanks(FakeLearner):
@@ -84,8 +88,15 @@ class FakeRanks(FakeLearner):
         """`updates`: whether each update, of these ranks and those after them, ends well."""
         super().__init__()
         (phases,) = (gpu.phases for gpu in made.gpus if gpu.role != "rollout")
-        self.phases = {n: {p: s for p, s in parts.items() if p not in ENGINE} for n, parts in phases.items()}
-        self.device, self.name, self.away, self.updates = device, f"ranks {id(self)}", set(), updates
+        self.phases = {
+            n: {p: s for p, s in parts.items() if p not in ENGINE} for n, parts in phases.items()
+        }
+        self.device, self.name, self.away, self.updates = (
+            device,
+            f"ranks {id(self)}",
+            set(),
+            updates,
+        )
 
     def start(self) -> None:
         self.run("load")
@@ -107,13 +118,17 @@ class FakeRanks(FakeLearner):
 
     def run(self, phase: str, **instead: int) -> None:
         needed = set().union(*(MOVED[part] for part in self.away))
-        assert not needed & self.phases[phase].keys() or not self.away, f"{phase} without {self.away}"
+        assert not needed & self.phases[phase].keys() or not self.away, (
+            f"{phase} without {self.away}"
+        )
         self.device.take(self.name, self.phases[phase] | instead)
 
     def release_memory(self, parts):
         self.away |= set(parts)
         gone = {p for part in self.away for p in MOVED[part]}
-        self.device.give(self.name, [p for owner, p in list(self.device.held) if p not in LASTING - gone])
+        self.device.give(
+            self.name, [p for owner, p in list(self.device.held) if p not in LASTING - gone]
+        )
         self.device.take(self.name, {"allocator": self.phases["generate"]["allocator"]})
 
     def restore_memory(self):
@@ -130,7 +145,9 @@ def walk(tmp_path):
     """A run of four steps whose ranks die in the third's training, after a checkpoint. Returns the peak of each GPU."""
 
     def run(
-        made: Ledger, turns: Callable[..., SharedGpu] = SharedGpu, ranks_of: type[FakeRanks] = FakeRanks
+        made: Ledger,
+        turns: Callable[..., SharedGpu] = SharedGpu,
+        ranks_of: type[FakeRanks] = FakeRanks,
     ) -> list[int]:
         shared = made.gpus[0].role == "collocated"
         devices = [Device(made.hardware.usable) for _ in range(1 if shared else 2)]
@@ -155,7 +172,17 @@ def walk(tmp_path):
                 gpu.to_ranks()
                 ranks.start()
                 try:
-                    train(config, engines, ranks, stand_in.data, tmp_path, stand_in.stop, gpu=gpu, sync=Sync(), log=log)
+                    train(
+                        config,
+                        engines,
+                        ranks,
+                        stand_in.data,
+                        tmp_path,
+                        stand_in.stop,
+                        gpu=gpu,
+                        sync=Sync(),
+                        log=log,
+                    )
                 except ActorsLost as error:
                     log.event("actors_restarted", str(error))
                     ranks.kill()
@@ -185,7 +212,9 @@ def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger
 
 
 @pytest.mark.parametrize("offload", ["false", "true"])
-@pytest.mark.parametrize(("gpus", "nodes", "placement"), [(1, 1, ""), (8, 1, ""), (8, 2, ""), (8, 1, SPLIT)])
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "placement"), [(1, 1, ""), (8, 1, ""), (8, 2, ""), (8, 1, SPLIT)]
+)
 def test_no_phase_exceeds_80_gb(walk, model, gpus, nodes, placement, offload):
     """Nor does the walk find a moment that the ledger's tables do not know."""
     overrides = [f"actor.enable_offload={offload}", *([placement] if placement else [])]
@@ -251,7 +280,9 @@ def test_ranks_that_keep_cached_memory_are_caught(walk, model):
         walk(made(model), ranks_of=KeepsItsCache)
 
 
-def test_what_the_flagship_asked_for_by_hand_on_one_gpu_was_too_much_with_more_in_the_cache(walk, model):
+def test_what_the_flagship_asked_for_by_hand_on_one_gpu_was_too_much_with_more_in_the_cache(
+    walk, model
+):
     """0.6 and a rank that holds on to 10 % of what passed: over the limit; the ledger's share is under it."""
     with pytest.raises(OutOfMemory):
         walk(made(model, "rollout.gpu_memory_utilization=0.65"))

@@ -13,8 +13,15 @@ from rlinf_vl.rewards.result import Answer, Result
 from rlinf_vl.rewards.scoring import make_scorer
 from rlinf_vl.types import Problem
 
-SAID = ["<think>6*7</think> \\boxed{42}", "42", "<think>long</think> The answer is \\boxed{41}, I think.", ""]
-ANSWERS = [Answer(text, text.rpartition("</think>")[2], tuple(range(len(text.split())))) for text in SAID]
+SAID = [
+    "<think>6*7</think> \\boxed{42}",
+    "42",
+    "<think>long</think> The answer is \\boxed{41}, I think.",
+    "",
+]
+ANSWERS = [
+    Answer(text, text.rpartition("</think>")[2], tuple(range(len(text.split())))) for text in SAID
+]
 COLUMNS = {
     "solution": "42",
     "data_source": "geo",
@@ -112,7 +119,8 @@ IDS = [list(answer.ids) for answer in ANSWERS]
 TRL = partial(dict, prompts=["6 × 7?"] * len(SAID), completion_ids=IDS, log_metric=lambda *_: None)
 VERL = {name: COLUMNS[name] for name in ("data_source", "extra_info")} | {"ground_truth": "42"}
 INPUTS = [
-    {"response": text, "response_length": len(ids), "ground_truth": "42"} for text, ids in zip(SAID, IDS, strict=True)
+    {"response": text, "response_length": len(ids), "ground_truth": "42"}
+    for text, ids in zip(SAID, IDS, strict=True)
 ]
 DIRECT = {
     "unique_words": lambda f: f(**TRL(completions=SAID), **columns()),
@@ -142,14 +150,20 @@ def test_numbers_are_those_of_a_direct_call(file, name):
 
 
 def test_completions_are_messages_where_the_row_is_a_chat(file):
-    seen = RewardFunction(lambda completions: [len(c) * (c[0]["role"] == "assistant") for c in completions], "f", {})
+    seen = RewardFunction(
+        lambda completions: [len(c) * (c[0]["role"] == "assistant") for c in completions], "f", {}
+    )
     assert [result.value for result in seen.results(CHAT, ANSWERS, 10.0)] == [1.0] * 4
-    with_texts = RewardFunction(function_of(file, "unique_words"), "f", {})  # which its annotation asks for
+    with_texts = RewardFunction(
+        function_of(file, "unique_words"), "f", {}
+    )  # which its annotation asks for
     assert with_texts.results(CHAT, ANSWERS, 10.0) == with_texts.results(PROBLEM, ANSWERS, 10.0)
 
 
 def test_what_a_mapping_says():
-    assert result_of({"score": 0.3, "acc": True, "pred": "B", "n": 2}) == Result(0.3, {"acc": 1.0, "n": 2.0}, True)
+    assert result_of({"score": 0.3, "acc": True, "pred": "B", "n": 2}) == Result(
+        0.3, {"acc": 1.0, "n": 2.0}, True
+    )
     assert result_of({"overall": 1, "format": 0.5, "accuracy": -1.0}) == Result(
         1.0, {"format": 0.5, "accuracy": -1.0}, False
     )
@@ -165,7 +179,11 @@ def test_what_a_mapping_says():
 @pytest.mark.parametrize(
     ("function", "kwargs", "said"),
     [
-        (lambda text: 1.0, {}, r"called as none of fn\(response, answer, \*\*row\) or fn\(completions, \*\*columns\)"),
+        (
+            lambda text: 1.0,
+            {},
+            r"called as none of fn\(response, answer, \*\*row\) or fn\(completions, \*\*columns\)",
+        ),
         (lambda: 1.0, {}, "called as none of"),
         (lambda response, answer: 1.0, {"least": 2}, "takes no keyword 'least'"),
     ],
@@ -176,13 +194,23 @@ def test_another_signature_is_refused_with_those_wanted(function, kwargs, said):
 
 
 def test_a_result_of_another_length_is_no_verdict(file):
-    for returned, said in (([1.0], "1 results for 4 answers"), (1.0, "1 results"), ({"overall": 1.0}, "return a list")):
-        found = RewardFunction(lambda completions, returned=returned: returned, "f", {}).results(PROBLEM, ANSWERS, 1.0)
-        assert len(found) == 4 and all(isinstance(one, TypeError) and said in str(one) for one in found)
+    for returned, said in (
+        ([1.0], "1 results for 4 answers"),
+        (1.0, "1 results"),
+        ({"overall": 1.0}, "return a list"),
+    ):
+        found = RewardFunction(lambda completions, returned=returned: returned, "f", {}).results(
+            PROBLEM, ANSWERS, 1.0
+        )
+        assert len(found) == 4 and all(
+            isinstance(one, TypeError) and said in str(one) for one in found
+        )
 
 
 def test_a_column_that_the_row_lacks_is_named(file):
-    (found,) = RewardFunction(lambda response, answer, options: 1.0, "f", {}).results(PROBLEM, ANSWERS[:1], 1.0)
+    (found,) = RewardFunction(lambda response, answer, options: 1.0, "f", {}).results(
+        PROBLEM, ANSWERS[:1], 1.0
+    )
     assert isinstance(found, KeyError) and "'options'" in str(found) and "data_source" in str(found)
 
 
@@ -192,19 +220,33 @@ def test_through_processes_with_weights_and_kwargs(file):
         {"function": f"{file}:mine", "weight": 0.5, "kwargs": {"least": 3}},
         {"function": f"{file}:accuracy_reward", "weight": 2.0},
     ]
-    scorer = make_scorer(entries, reward_max=1.0, reward_min=0.0, files={}, limits=Limits(60.0, 2.0, 2))
+    scorer = make_scorer(
+        entries, reward_max=1.0, reward_min=0.0, files={}, limits=Limits(60.0, 2.0, 2)
+    )
     try:
         scores = asyncio.run(scorer(PROBLEM, ANSWERS))
     finally:
         scorer.close()
     theirs = function_of(file, "easyr1")(INPUTS, format_weight=0.5)
     for score, first, text in zip(scores, theirs, SAID, strict=True):
-        parts = {"easyr1": first["overall"], "easyr1.format": first["format"], "easyr1.accuracy": first["accuracy"]}
+        parts = {
+            "easyr1": first["overall"],
+            "easyr1.format": first["format"],
+            "easyr1.accuracy": first["accuracy"],
+        }
         own = {"right": float("42" in text), "kind": 1.0, "long": float(len(text.split()) > 3)}
-        parts |= {"mine": sum(own.values())} | {f"mine.{name}": value for name, value in own.items()}
+        parts |= {"mine": sum(own.values())} | {
+            f"mine.{name}": value for name, value in own.items()
+        }
         last = {"accuracy_reward": float("42" in text)} if text else {}
-        assert score.parts == pytest.approx(parts | last) and not score.ungraded and score.fault is None
+        assert (
+            score.parts == pytest.approx(parts | last)
+            and not score.ungraded
+            and score.fault is None
+        )
         weights = (1.0, 0.5, 2.0)
         values = (first["overall"], sum(own.values()), last.get("accuracy_reward", 0.0))
-        assert score.reward == pytest.approx(sum(w * v for w, v in zip(weights, values, strict=True)))
+        assert score.reward == pytest.approx(
+            sum(w * v for w, v in zip(weights, values, strict=True))
+        )
         assert score.correct == (first["accuracy"] >= 0.5)

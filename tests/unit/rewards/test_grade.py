@@ -25,7 +25,9 @@ def mine(tmp_path):
 
 
 def test_named_functions() -> None:
-    assert grade("math", r"so \boxed{\frac{1}{2}}", "0.5") == grade("math", r"\boxed{42}", 42) == 1.0
+    assert (
+        grade("math", r"so \boxed{\frac{1}{2}}", "0.5") == grade("math", r"\boxed{42}", 42) == 1.0
+    )
     assert grade("math", "42", "42") == grade("math", "", "42") == 0.0
     assert grade("choice", "so (B)", "B", options=["red", "blue"]) == 1.0
     assert grade("choice", "blue", "B", prompt="Which?\nA. red\nB. blue") == 1.0
@@ -37,7 +39,10 @@ def test_named_functions() -> None:
 
 def test_keywords_images_and_tokens_come_with_the_row() -> None:
     picture = Image.fromarray(np.zeros((200, 100, 3), np.uint8))
-    assert grade("bbox_giou", "[0, 0, 500, 500]", [0, 0, 50, 100], relative=1000, images=[picture]) == 1.0
+    assert (
+        grade("bbox_giou", "[0, 0, 500, 500]", [0, 0, 50, 100], relative=1000, images=[picture])
+        == 1.0
+    )
     assert grade("overlong", "x", "", max_tokens=100, buffer=50, response_tokens=75) == -0.5
     assert grade("length", "x", "", tokens=1000, response_ids=[0] * 1000) == 0.5
     with pytest.raises(ValueError, match="pays by tokens: give response_tokens="):
@@ -48,7 +53,10 @@ def test_keywords_images_and_tokens_come_with_the_row() -> None:
 
 def test_functions_of_ones_own(mine) -> None:
     picture = Image.fromarray(np.full((4, 4, 3), 255, np.uint8))
-    assert grade(mine("polite"), "please 42", "42") == 1.0 and grade(mine("polite"), "please 42", "42", least=2) == 0.0
+    assert (
+        grade(mine("polite"), "please 42", "42") == 1.0
+        and grade(mine("polite"), "please 42", "42", least=2) == 0.0
+    )
     assert grade(mine("bright"), "", "", images=[picture], tint=0.5) == 0.5
     assert grade(mine("trl"), "42!", "42") == 1.0 and grade(mine("none"), "", "x") == 0.0
     with pytest.raises(KeyError, match="mine"):

@@ -33,7 +33,10 @@ def test_the_worker_cannot_take_more_memory() -> None:
         "some = bytearray(50 << 20)\n"
         "try:\n    bytearray(60 << 20)\nexcept MemoryError:\n    print('no more')\n"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).stdout == b"no more\n"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60).stdout
+        == b"no more\n"
+    )
 
 
 def test_a_worker_without_memory_has_no_verdict(monkeypatch) -> None:
@@ -70,7 +73,9 @@ def test_a_server_that_stands_still_is_replaced(pool: GradingPool, monkeypatch) 
     assert pool.same(r"\sqrt{9}", "3")
 
 
-def test_a_server_that_was_killed_is_replaced_without_a_wrong_verdict(pool: GradingPool, monkeypatch) -> None:
+def test_a_server_that_was_killed_is_replaced_without_a_wrong_verdict(
+    pool: GradingPool, monkeypatch
+) -> None:
     monkeypatch.setattr(pool, "limit_s", 30)  # nothing is late
     os.kill(pool._process.pid, signal.SIGKILL)
     assert pool.same(r"\sqrt{4}", "2")
@@ -99,7 +104,9 @@ def _grade_in_child(results: multiprocessing.SimpleQueue) -> None:
     stop_grading()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons warn of forking with threads
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # newer Pythons warn of forking with threads
 def test_a_forked_child_has_a_server_of_its_own() -> None:
     assert math_verdict(r"\boxed{\sqrt{12}}", r"2\sqrt{3}")
     context = multiprocessing.get_context("fork")
@@ -138,7 +145,9 @@ def test_nothing_is_left_of_a_parent_that_was_killed(state: str) -> None:
         "print(pool._process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as parent:
         server = psutil.Process(int(parent.stdout.readline()))
         time.sleep(0 if state == "starting" else 0.3)
         processes = [server, *server.children()]
@@ -163,5 +172,7 @@ def test_a_script_without_a_main_guard_is_not_run_twice(tmp_path: Path) -> None:
         "print('begin')\nfrom rlinf_vl.rewards import grade_math\nprint(grade_math(r'\\boxed{\\sqrt{4}}', '2'))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(math_grader.__file__).parents[2])}
-    run = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, text=True, stdout=-1, timeout=60)
+    run = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, text=True, stdout=-1, timeout=60
+    )
     assert run.stdout.split() == ["begin", "True"]

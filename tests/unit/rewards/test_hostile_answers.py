@@ -13,7 +13,14 @@ from rlinf_vl.rewards.comparison import _same_formula
 from rlinf_vl.rewards.grading_pool import GradingPool
 
 TOWER = "9^{9^{9^9}}"
-TOO_MUCH = [TOWER, "9^{9^9}", "2^{10000000}", "9!!!!!!!!", "+" * 990 + "7", r"\binom{1000000}{500000}"]
+TOO_MUCH = [
+    TOWER,
+    "9^{9^9}",
+    "2^{10000000}",
+    "9!!!!!!!!",
+    "+" * 990 + "7",
+    r"\binom{1000000}{500000}",
+]
 WRONG = [
     "(" * 100_000,
     "{" * 100_000 + "}" * 100_000,
@@ -46,7 +53,22 @@ WRONG = [
     "ﷺ" * 900,
     *(
         unit * (999 // len(unit))
-        for unit in ("^", "+", " ", "=", ",", "1,", r"\pm", "$", "\\", "=1", "1 ", "√(", "a=", "\u2003")
+        for unit in (
+            "^",
+            "+",
+            " ",
+            "=",
+            ",",
+            "1,",
+            r"\pm",
+            "$",
+            "\\",
+            "=1",
+            "1 ",
+            "√(",
+            "a=",
+            "\u2003",
+        )
         + (
             "**",
             r"\begin{matrix}",
@@ -83,12 +105,21 @@ class Peak(threading.Thread):
 
     def __init__(self, pool: GradingPool) -> None:
         super().__init__()
-        self.server, self.bytes, self.over, self.before = pool._process.pid, 0, threading.Event(), resident("self")
+        self.server, self.bytes, self.over, self.before = (
+            pool._process.pid,
+            0,
+            threading.Event(),
+            resident("self"),
+        )
 
     def run(self) -> None:
         while not self.over.wait(0.005):
             workers = Path(f"/proc/{self.server}/task/{self.server}/children").read_text().split()
-            self.bytes = max(self.bytes, resident("self") - self.before, *map(resident, workers + [str(self.server)]))
+            self.bytes = max(
+                self.bytes,
+                resident("self") - self.before,
+                *map(resident, workers + [str(self.server)]),
+            )
 
     def __enter__(self) -> "Peak":
         self.start()

@@ -21,7 +21,10 @@ from rlinf_vl.rewards.scoring import make_scorer
 from rlinf_vl.types import Problem
 
 PROBLEM = Problem(
-    "p:0", ({"role": "user", "content": [{"type": "text", "text": "6 × 7?"}]},), "42", (encoded(picture(48, 32, 1)),)
+    "p:0",
+    ({"role": "user", "content": [{"type": "text", "text": "6 × 7?"}]},),
+    "42",
+    (encoded(picture(48, 32, 1)),),
 )
 
 
@@ -52,7 +55,9 @@ class Handler(BaseHTTPRequestHandler):
         status, said, headers = self.server.reply(number, body)
         with self.server.lock:
             self.server.running -= 1
-        data = json.dumps({"choices": [{"message": {"content": said}}]} if isinstance(said, str) else said).encode()
+        data = json.dumps(
+            {"choices": [{"message": {"content": said}}]} if isinstance(said, str) else said
+        ).encode()
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -85,10 +90,17 @@ def judged(server, said, problem=PROBLEM, **kwargs):
     settings = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "m"} | kwargs
     entries = [{"function": "judge", "kwargs": settings}]
     scorer = make_scorer(
-        entries, reward_max=1.0, reward_min=0.0, files={}, limits=Limits(1.0, 1.0, 1), hosts=["127.0.0.1"]
+        entries,
+        reward_max=1.0,
+        reward_min=0.0,
+        files={},
+        limits=Limits(1.0, 1.0, 1),
+        hosts=["127.0.0.1"],
     )
     try:
-        return asyncio.run(scorer(problem, [Answer(f"<think>so</think>{text}", text) for text in said]))
+        return asyncio.run(
+            scorer(problem, [Answer(f"<think>so</think>{text}", text) for text in said])
+        )
     finally:
         scorer.close()
 
@@ -103,16 +115,25 @@ def test_what_it_is_asked_and_that_it_is_asked_once(serve, monkeypatch):
     said = ["RIGHT {answer}", "wrong", "RIGHT {answer}"]
     for _ in range(2):  # the second time from the disk
         scores = judged(server, said, key_env="JUDGE_KEY", options={"max_tokens": 8})
-        assert [(score.reward, score.correct) for score in scores] == [(1.0, True), (0.0, False), (1.0, True)]
+        assert [(score.reward, score.correct) for score in scores] == [
+            (1.0, True),
+            (0.0, False),
+            (1.0, True),
+        ]
     assert len(server.asked) == 2
     path, body = next((path, body) for path, body in server.asked if "RIGHT" in json.dumps(body))
     (message,) = body["messages"]
     assert (
-        path == "/v1/chat/completions" and body["model"] == "m" and body["max_tokens"] == 8 and body["temperature"] == 0
+        path == "/v1/chat/completions"
+        and body["model"] == "m"
+        and body["max_tokens"] == 8
+        and body["temperature"] == 0
     )
     for part in ("6 × 7?", "\n42\n", "\nRIGHT {answer}\n", "from 0 (wrong) to 1 (right)"):
         assert part in message["content"]
-    assert "think" not in message["content"] and server.headers[0]["Authorization"] == "Bearer secret"
+    assert (
+        "think" not in message["content"] and server.headers[0]["Authorization"] == "Bearer secret"
+    )
 
 
 def test_it_sees_images_and_uses_its_scale(serve):
@@ -133,10 +154,17 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_no_fault_of_the_answer
 
     server = serve(busy)
     (score,) = judged(server, ["x"])
-    assert score.reward == 1.0 and len(server.asked) == 3 and server.times[1] - server.times[0] >= 0.2
+    assert (
+        score.reward == 1.0 and len(server.asked) == 3 and server.times[1] - server.times[0] >= 0.2
+    )
     for reply, kwargs, requests, said in (
         ((401, {"error": "no key"}, {}), {}, 1, "status 401"),
-        ((500, {"error": "broken"}, {}), {"retries": 1}, 2, "no answer after 2 requests; the last: status 500"),
+        (
+            (500, {"error": "broken"}, {}),
+            {"retries": 1},
+            2,
+            "no answer after 2 requests; the last: status 500",
+        ),
         ((302, {}, {"Location": "http://127.0.0.1:1/else"}), {}, 1, "status 302"),
         ((200, {"choices": []}, {}), {}, 1, "no chat completion"),
     ):
@@ -178,12 +206,18 @@ def test_requests_wait_for_their_turn(serve):
     ("kwargs", "said"),
     [
         ({"model": "m"}, "url"),
-        ({"url": "http://api.example.org/v1", "model": "m"}, "host 'api.example.org' is not in reward.judge_hosts"),
+        (
+            {"url": "http://api.example.org/v1", "model": "m"},
+            "host 'api.example.org' is not in reward.judge_hosts",
+        ),
         ({"url": "ftp://127.0.0.1", "model": "m"}, "is no address"),
         ({"url": "http://127.0.0.1@evil.org/v1", "model": "m"}, "is no address"),
         ({"url": "http://127.0.0.1/v1", "model": "m", "key_env": "NOT_THERE_AT_ALL"}, "export it"),
         ({"url": "http://127.0.0.1/v1", "model": "m", "scale": 0}, "scale: 0 must be > 0"),
-        ({"url": "http://127.0.0.1/v1", "model": "m", "prompt": "Is it right?"}, "must hold {response}"),
+        (
+            {"url": "http://127.0.0.1/v1", "model": "m", "prompt": "Is it right?"},
+            "must hold {response}",
+        ),
         ({"url": "http://127.0.0.1/v1", "model": "m", "temperature": 1}, "temperature"),
     ],
 )
@@ -199,10 +233,14 @@ def test_replies_kept_by_an_older_reading_are_not_read(serve, tmp_path):
     assert score.reward == 0.0 and not score.ungraded
     _, body = server.asked[0]
     address = f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
-    digest = sha256(address.encode() + b"\0" + json.dumps(body, sort_keys=True).encode()).hexdigest()
+    digest = sha256(
+        address.encode() + b"\0" + json.dumps(body, sort_keys=True).encode()
+    ).hexdigest()
     kept = tmp_path / "cache" / "judge" / digest[:2] / digest[2:]
     assert not kept.exists()
-    (new,) = [path for path in (tmp_path / "cache" / "judge").glob("??/*") if path.read_text() == "0/1"]
+    (new,) = [
+        path for path in (tmp_path / "cache" / "judge").glob("??/*") if path.read_text() == "0/1"
+    ]
     new.unlink()
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("1")

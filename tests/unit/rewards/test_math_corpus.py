@@ -49,22 +49,33 @@ def test_no_wrong_answer_of_the_corpus_is_paid_and_every_right_one_is(paid: bool
 
 
 @pytest.mark.parametrize(
-    ("box", "answer", "why"), EXCEPTIONS, ids=[f"{box} for {answer}" for box, answer, _ in EXCEPTIONS]
+    ("box", "answer", "why"),
+    EXCEPTIONS,
+    ids=[f"{box} for {answer}" for box, answer, _ in EXCEPTIONS],
 )
-def test_a_right_answer_that_cannot_be_told_from_a_wrong_one_is_refused(box: str, answer: str, why: str) -> None:
+def test_a_right_answer_that_cannot_be_told_from_a_wrong_one_is_refused(
+    box: str, answer: str, why: str
+) -> None:
     assert not verdict(rf"\boxed{{{box}}}", answer), why
 
 
 def test_the_corpus_has_each_pair_once_with_its_reason_both_ways() -> None:
     keys = [(pair["response"], pair["answer"]) for pair in PAIRS]
     assert len(set(keys)) == len(keys) >= 600
-    assert all(pair["why"] and set(pair) <= {"response", "answer", "row", "paid", "why"} for pair in PAIRS)
+    assert all(
+        pair["why"] and set(pair) <= {"response", "answer", "row", "paid", "why"} for pair in PAIRS
+    )
     right = sum(pair["paid"] for pair in PAIRS)
     assert 0.4 * len(PAIRS) < right < 0.6 * len(PAIRS)
 
 
-def test_each_answer_of_geometry3k_pays_for_itself_and_not_for_the_next_other_one(geo3k_dir: Path) -> None:
-    tables = [pq.read_table(geo3k_dir / f"{split}.parquet", columns=["answer"]) for split in ("train", "test")]
+def test_each_answer_of_geometry3k_pays_for_itself_and_not_for_the_next_other_one(
+    geo3k_dir: Path,
+) -> None:
+    tables = [
+        pq.read_table(geo3k_dir / f"{split}.parquet", columns=["answer"])
+        for split in ("train", "test")
+    ]
     answers = [answer for table in tables for answer in table["answer"].to_pylist()]
     assert len(answers) >= 401
     for index, answer in enumerate(answers):

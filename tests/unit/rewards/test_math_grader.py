@@ -67,7 +67,10 @@ def test_a_box_of_the_greatest_length_is_read_and_a_longer_one_is_not() -> None:
 
 
 def test_every_real_answer_is_itself_and_no_other_number(geo3k_dir: Path) -> None:
-    tables = [pq.read_table(geo3k_dir / f"{split}.parquet", columns=["answer"]) for split in ("train", "test")]
+    tables = [
+        pq.read_table(geo3k_dir / f"{split}.parquet", columns=["answer"])
+        for split in ("train", "test")
+    ]
     answers = [answer for table in tables for answer in table["answer"].to_pylist()]
     assert len(answers) >= 401
     for answer, other in zip(answers, answers[1:] + answers[:1], strict=True):
@@ -81,13 +84,18 @@ def test_every_real_answer_is_itself_and_no_other_number(geo3k_dir: Path) -> Non
             f"{number}0" * ("." in number),
         ):
             assert not box or math_verdict(rf"so $\boxed{{{box}}}$.", answer), (box, answer)
-        if abs(float(number) - float(other.removeprefix(r"\boxed{").removesuffix("}"))) > 0.02 * abs(float(number)):
+        if abs(
+            float(number) - float(other.removeprefix(r"\boxed{").removesuffix("}"))
+        ) > 0.02 * abs(float(number)):
             assert not math_verdict(other, answer), (other, answer)
         unit = 10.0 ** -len(number.partition(".")[2])
         for factor in (7, 100, 0.01, -1, 1.01, 0.99) if float(number) else ():
             if abs(factor - 1) * abs(float(number)) <= unit / 2 and "." in number:
                 continue  # within the reference's own rounding
-            assert not math_verdict(rf"\boxed{{{float(number) * factor:.10g}}}", answer), (answer, factor)
+            assert not math_verdict(rf"\boxed{{{float(number) * factor:.10g}}}", answer), (
+                answer,
+                factor,
+            )
 
 
 @given(WHOLE, WHOLE, st.integers(2, 999))
@@ -102,7 +110,9 @@ def test_a_fraction_is_itself_unreduced(over: int, under: int, factor: int) -> N
 def test_a_decimal_of_three_significant_digits_is_right(value: Fraction, digits: int) -> None:
     decimal = _rounded(value, digits)
     assume("." in decimal)
-    assert math_verdict(rf"\boxed{{{decimal}}}", rf"\frac{{{value.numerator}}}{{{value.denominator}}}")
+    assert math_verdict(
+        rf"\boxed{{{decimal}}}", rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    )
     assert math_verdict(rf"\boxed{{\frac{{{value.numerator}}}{{{value.denominator}}}}}", decimal)
 
 
@@ -115,7 +125,9 @@ def test_what_is_one_per_cent_off_is_wrong(value: Fraction, digits: int, factor:
 
 
 @given(FRACTIONS, st.integers(2, 8), st.sampled_from([-1, 1]))
-def test_a_decimal_reference_stands_for_half_a_unit_of_its_last_place(value: Fraction, digits: int, sign: int) -> None:
+def test_a_decimal_reference_stands_for_half_a_unit_of_its_last_place(
+    value: Fraction, digits: int, sign: int
+) -> None:
     decimal = _rounded(value, digits)
     assume("." in decimal)
     unit = Fraction(1, 10 ** len(decimal.partition(".")[2]))
@@ -133,7 +145,9 @@ def test_a_decimal_reference_stands_for_half_a_unit_of_its_last_place(value: Fra
 
 @given(WHOLE, st.sampled_from([-4, -3, -2, -1, 1, 2, 3, 4]))
 def test_no_power_of_ten_is_forgiven(number: int, power: int) -> None:
-    assert not math_verdict(rf"\boxed{{{_rounded(number * Fraction(10) ** power, 9)}}}", str(number))
+    assert not math_verdict(
+        rf"\boxed{{{_rounded(number * Fraction(10) ** power, 9)}}}", str(number)
+    )
     assert not math_verdict(rf"\boxed{{{number}}}", _rounded(number * Fraction(10) ** power, 9))
 
 
@@ -158,13 +172,23 @@ def test_the_last_box_wins(numbers: list[int], between: str) -> None:
             "AB={}",
             r"m\angle A={}",
         ]
-        + [r"\text{{Area}} = {} \text{{ square units}}", r"\,{}\ ", "${}$", "{}.", "{}.0", "{:,}", r"\frac{{{}}}{{1}}"]
+        + [
+            r"\text{{Area}} = {} \text{{ square units}}",
+            r"\,{}\ ",
+            "${}$",
+            "{}.",
+            "{}.0",
+            "{:,}",
+            r"\frac{{{}}}{{1}}",
+        ]
     ),
 )
 def test_dressing_changes_no_integer(number: int, dress: str) -> None:
     assert math_verdict(rf"\boxed{{{dress.format(number)}}}", str(number))
     assert math_verdict(rf"\boxed{{{number}}}", dress.format(number))
-    assert not math_verdict(rf"\boxed{{{dress.format(number + abs(number) // 100 + 1)}}}", str(number))
+    assert not math_verdict(
+        rf"\boxed{{{dress.format(number + abs(number) // 100 + 1)}}}", str(number)
+    )
 
 
 @settings(max_examples=200)

@@ -142,7 +142,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("box", "answer", "why"), WRONG, ids=[f"{b} is not {a}" for b, a, _ in WRONG])
+@pytest.mark.parametrize(
+    ("box", "answer", "why"), WRONG, ids=[f"{b} is not {a}" for b, a, _ in WRONG]
+)
 def test_wrong(box: str, answer: str, why: str) -> None:
     assert math_verdict(rf"So the answer is \boxed{{{box}}}.", answer) is False, why
 

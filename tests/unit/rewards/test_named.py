@@ -22,7 +22,9 @@ def scored(name, said, answer, tokens=0, kwargs=None, prompt="", images=(), **co
     function, _ = named_function(name, kwargs or {})
     message = {"role": "user", "content": [{"type": "text", "text": prompt}]}
     problem = Problem("p:0", (message,), answer, tuple(images), columns=columns)
-    (result,) = function.results(problem, [Answer(said, said.rpartition("</think>")[2], (0,) * tokens)], 1.0)
+    (result,) = function.results(
+        problem, [Answer(said, said.rpartition("</think>")[2], (0,) * tokens)], 1.0
+    )
     if isinstance(result, Exception):
         raise result
     return result
@@ -41,7 +43,9 @@ SHAPES = "What is shown?\nA. square\nB. circle\nC. an oval\nD. 3.5 cm"
         "<answer>A</answer> no, <answer>B</answer>",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("answer", ["B", "(B)", "B. circle", "circle", "<answer>B</answer>", "\\boxed{B}"])
+@pytest.mark.parametrize(
+    "answer", ["B", "(B)", "B. circle", "circle", "<answer>B</answer>", "\\boxed{B}"]
+)
 def test_a_choice_is_read(said, answer):
     assert scored("choice", said, answer, prompt=SHAPES).value == 1.0
     assert scored("choice", said, "C", prompt=SHAPES).value == 0.0
@@ -83,15 +87,27 @@ def test_options_come_from_the_row_or_the_question():
     ):
         assert scored("choice", "green", "B", prompt=prompt).value == 1.0, prompt
     assert scored("choice", "B", "B").value == 1.0 and scored("choice", "green", "B").value == 0.0
-    assert scored("choice", "Green!", "green").value == 1.0, "without letters it is compared as text"
+    assert scored("choice", "Green!", "green").value == 1.0, (
+        "without letters it is compared as text"
+    )
 
 
 def test_exact():
-    for said in ("42", " 42\n", "<answer>42</answer>", "So \\boxed{42}.", "<answer>\\boxed{42}</answer>"):
-        assert scored("exact", said, "42").value == scored("exact", said, "\\boxed{42}").value == 1.0
+    for said in (
+        "42",
+        " 42\n",
+        "<answer>42</answer>",
+        "So \\boxed{42}.",
+        "<answer>\\boxed{42}</answer>",
+    ):
+        assert (
+            scored("exact", said, "42").value == scored("exact", said, "\\boxed{42}").value == 1.0
+        )
     for said in ("", "It is 42", "\\boxed{42", "\\boxed{4} 42", "4 2"):
         assert scored("exact", said, "42").value == 0.0
-    assert scored("exact", "a  b", "a b").value == 1.0 and scored("exact", "A b", "a b").value == 0.0
+    assert (
+        scored("exact", "a  b", "a b").value == 1.0 and scored("exact", "A b", "a b").value == 0.0
+    )
     assert (
         scored("exact_alnum", "Ice-cream.", "ice Cream").value == 1.0
         and scored("exact_alnum", "ab c", "ab").value == 0.0
@@ -111,7 +127,9 @@ def test_anls_is_the_papers():
     assert scored("anls", "hexxx", "hello").value == 0.0
     assert scored("anls", "hexx", "hell").value == 0.0
     assert scored("anls", "hexx", "hell", kwargs={"threshold": 0.6}).value == 0.5
-    assert scored("anls", "hallo", "", answers=["bye", "hallo!", "hullo"]).value == pytest.approx(1 - 1 / 6)
+    assert scored("anls", "hallo", "", answers=["bye", "hallo!", "hullo"]).value == pytest.approx(
+        1 - 1 / 6
+    )
     assert scored("anls", "", "x").value == 0.0 and scored("anls", "x" * 100_000, "y").value == 0.0
 
 
@@ -119,7 +137,9 @@ def test_edit_distance_against_its_definition():
     def distance(a, b):
         if not a or not b:
             return len(a) + len(b)
-        return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
+        return min(
+            distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0])
+        )
 
     rng = random.Random(1)
     for _ in range(100):
@@ -130,7 +150,10 @@ def test_edit_distance_against_its_definition():
 def test_giou_is_the_papers():
     """Against areas counted cell by cell, and by hand: two unit squares a unit apart have IoU 0 and GIoU -1/3."""
     assert overlap((0, 0, 1, 1), (2, 0, 3, 1)) == (0.0, pytest.approx(-1 / 3))
-    assert overlap((0, 0, 2, 2), (0, 0, 2, 2)) == (1.0, 1.0) and overlap((1, 1, 1, 1), (1, 1, 1, 1))[1] == 1.0
+    assert (
+        overlap((0, 0, 2, 2), (0, 0, 2, 2)) == (1.0, 1.0)
+        and overlap((1, 1, 1, 1), (1, 1, 1, 1))[1] == 1.0
+    )
     rng = random.Random(2)
     for _ in range(50):
         boxes = []
@@ -174,11 +197,20 @@ def test_boxes_and_points():
     shown = [encoded(picture(100, 200, 1))]
     assert (
         scored(
-            "bbox_giou", "[500, 500, 1000, 1000]", "[100, 50, 200, 100]", kwargs={"relative": 1000}, images=shown
+            "bbox_giou",
+            "[500, 500, 1000, 1000]",
+            "[100, 50, 200, 100]",
+            kwargs={"relative": 1000},
+            images=shown,
         ).value
         == 1.0
     )
-    assert scored("point_in_box", "(999, 10)", "[190, 0, 200, 5]", kwargs={"relative": 1000}, images=shown).value == 1.0
+    assert (
+        scored(
+            "point_in_box", "(999, 10)", "[190, 0, 200, 5]", kwargs={"relative": 1000}, images=shown
+        ).value
+        == 1.0
+    )
     with pytest.raises(GradingError, match="'left' is no box"):
         reference_box("left")
     with pytest.raises(GradingError):
@@ -209,8 +241,17 @@ def test_format():
 
 
 def test_lengths_are_the_papers():
-    for tokens, worth in ((0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (30000, -1.0)):  # DAPO's own numbers
-        assert scored("overlong", "x", "y", tokens, {"max_tokens": 20480, "buffer": 4096}).value == worth
+    for tokens, worth in (
+        (0, 0.0),
+        (16384, 0.0),
+        (18432, -0.5),
+        (20480, -1.0),
+        (30000, -1.0),
+    ):  # DAPO's own numbers
+        assert (
+            scored("overlong", "x", "y", tokens, {"max_tokens": 20480, "buffer": 4096}).value
+            == worth
+        )
     for tokens, worth in ((1000, 0.5), (0, 0.8), (2000, 0.2), (4000, 0.0)):
         assert scored("length", "x", "y", tokens, {"tokens": 1000}).value == pytest.approx(worth)
     assert scored("length", "x", "y", 900, {"tokens": 1000, "alpha": 0.01}).value == 1.0
@@ -221,15 +262,27 @@ def test_what_a_function_needs_is_told():
         named_function("overlong", {})
     with pytest.raises(CodeError, match="takes no keyword 'tag'"):
         named_function("format", {"tag": ["a"]})
-    with pytest.raises(CodeError, match=r"no reward function 'exakt'; there are anls, .*did you mean 'exact'"):
+    with pytest.raises(
+        CodeError, match=r"no reward function 'exakt'; there are anls, .*did you mean 'exact'"
+    ):
         named_function("exakt", {})
 
 
 def test_named_ones_side_by_side():
     entries = [{"function": "format", "weight": 0.1, "kwargs": {"box": True}}, {"function": "math"}]
-    scorer = make_scorer(entries, reward_max=1.0, reward_min=0.0, files={}, limits=Limits(1.0, 1.0, 1))
-    answers = [Answer("\\boxed{42}", "\\boxed{42}"), Answer("\\boxed{41}", "\\boxed{41}"), Answer("42", "42")]
+    scorer = make_scorer(
+        entries, reward_max=1.0, reward_min=0.0, files={}, limits=Limits(1.0, 1.0, 1)
+    )
+    answers = [
+        Answer("\\boxed{42}", "\\boxed{42}"),
+        Answer("\\boxed{41}", "\\boxed{41}"),
+        Answer("42", "42"),
+    ]
     scores = asyncio.run(scorer(Problem("p:0", (), "42"), answers))
     scorer.close()
-    assert [(score.reward, score.correct) for score in scores] == [(1.1, True), (0.1, False), (0.0, False)]
+    assert [(score.reward, score.correct) for score in scores] == [
+        (1.1, True),
+        (0.1, False),
+        (0.0, False),
+    ]
     assert scores[1].parts == {"format": 1.0, "math": 0.0}

@@ -58,7 +58,9 @@ def scorer_of(tmp_path: Path, code: str, name: str, **limits):
     file = tmp_path / "functions.py"
     file.write_text(code)
     own = Limits(**({"timeout_s": 2.0, "memory_gb": 0.25, "processes": 2} | limits))
-    return make_scorer([{"function": f"{file}:{name}"}], reward_max=1.0, reward_min=0.0, files={}, limits=own)
+    return make_scorer(
+        [{"function": f"{file}:{name}"}], reward_max=1.0, reward_min=0.0, files={}, limits=own
+    )
 
 
 def alive(pid: int) -> bool:
@@ -82,7 +84,11 @@ def test_whatever_a_function_does_is_data(tmp_path):
             assert (score.reward, score.correct, score.ungraded) == (1.0, True, ())
         else:
             (reason,) = score.ungraded
-            assert WILD[text] in reason and (score.reward, score.correct, score.fault) == (0.0, False, None)
+            assert WILD[text] in reason and (score.reward, score.correct, score.fault) == (
+                0.0,
+                False,
+                None,
+            )
     assert 1 <= len(processes) <= 2, "a process serves many calls"
     deadline = time.monotonic() + 30
     while any(map(alive, processes)) and time.monotonic() < deadline:
@@ -126,14 +132,18 @@ async def f(response, answer):
 """
     scorer = scorer_of(tmp_path, code, "f", timeout_s=5.0, processes=1)
     try:
-        scores = asyncio.run(scorer(PROBLEM, [Answer(text, text) for text in [*["fine"] * 8, "late"]]))
+        scores = asyncio.run(
+            scorer(PROBLEM, [Answer(text, text) for text in [*["fine"] * 8, "late"]])
+        )
     finally:
         scorer.close()
     assert [score.reward for score in scores] == [1.0] * 8 + [0.0]
     assert "no result within reward.timeout=5 s" in scores[-1].ungraded[0]
 
 
-def test_a_file_that_cannot_be_imported_in_the_process_is_no_fault_of_the_answers(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_imported_in_the_process_is_no_fault_of_the_answers(
+    tmp_path, monkeypatch
+):
     code = "import os\nassert os.environ.get('HERE') == '1', 'not here'\ndef f(response, answer): return 1.0\n"
     monkeypatch.setenv("HERE", "1")
     scorer = scorer_of(tmp_path, code, "f")
@@ -147,9 +157,13 @@ def test_a_file_that_cannot_be_imported_in_the_process_is_no_fault_of_the_answer
 
 def test_functions_of_the_same_name_are_told_apart_and_a_group_may_be_cancelled(tmp_path):
     (tmp_path / "a.py").write_text("def f(response, answer): return 0.25\n")
-    (tmp_path / "b.py").write_text("import time\ndef f(response, answer):\n    time.sleep(0.2)\n    return 0.5\n")
+    (tmp_path / "b.py").write_text(
+        "import time\ndef f(response, answer):\n    time.sleep(0.2)\n    return 0.5\n"
+    )
     entries = [{"function": f"{tmp_path}/{name}.py:f"} for name in "ab"]
-    scorer = make_scorer(entries, reward_max=1.0, reward_min=0.0, files={}, limits=Limits(60.0, 1.0, 1))
+    scorer = make_scorer(
+        entries, reward_max=1.0, reward_min=0.0, files={}, limits=Limits(60.0, 1.0, 1)
+    )
 
     async def cancelled():
         with pytest.raises(TimeoutError):
@@ -166,9 +180,17 @@ def test_functions_of_the_same_name_are_told_apart_and_a_group_may_be_cancelled(
 
 def test_a_function_of_a_notebook_goes_to_the_processes_with_what_it_holds():
     bonus = {"42": 0.5}
-    name, path, text = pickled(lambda response, answer: bonus.get(answer, 0.0) + (answer in response))
+    name, path, text = pickled(
+        lambda response, answer: bonus.get(answer, 0.0) + (answer in response)
+    )
     files = {path: text}
-    scorer = make_scorer([{"function": name}], reward_max=1.0, reward_min=0.0, files=files, limits=Limits(60.0, 1.0, 1))
+    scorer = make_scorer(
+        [{"function": name}],
+        reward_max=1.0,
+        reward_min=0.0,
+        files=files,
+        limits=Limits(60.0, 1.0, 1),
+    )
     try:
         scores = asyncio.run(scorer(PROBLEM, [Answer("42", "42"), Answer("41", "41")]))
     finally:
@@ -178,7 +200,9 @@ def test_a_function_of_a_notebook_goes_to_the_processes_with_what_it_holds():
 
 def test_nothing_is_started_for_functions_that_have_names():
     before = set(os.listdir("/proc/self/task"))
-    scorer = make_scorer([{"function": "math"}], reward_max=1.0, reward_min=0.0, files={}, limits=Limits(1.0, 1.0, 4))
+    scorer = make_scorer(
+        [{"function": "math"}], reward_max=1.0, reward_min=0.0, files={}, limits=Limits(1.0, 1.0, 4)
+    )
     assert set(os.listdir("/proc/self/task")) == before
     (score,) = asyncio.run(scorer(PROBLEM, [Answer("\\boxed{42}", "\\boxed{42}")]))
     assert (score.reward, score.parts, score.correct) == (1.0, {"math": 1.0}, True)

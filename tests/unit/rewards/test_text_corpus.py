@@ -14,7 +14,10 @@ FUNCTIONS = ("choice", "exact", "exact_alnum")
 
 
 def pairs(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (CORPUS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (CORPUS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def mistakes(name: str, paid: bool) -> list[str]:
@@ -39,7 +42,9 @@ def test_right_answers_are_paid(name: str) -> None:
     assert not refused, f"{len(refused)} right answers refused:\n" + "\n".join(refused)
 
 
-@pytest.mark.parametrize("pair", pairs("judge"), ids=lambda pair: f"{pair['response'][:40]} of {pair['row']['scale']}")
+@pytest.mark.parametrize(
+    "pair", pairs("judge"), ids=lambda pair: f"{pair['response'][:40]} of {pair['row']['scale']}"
+)
 def test_a_judges_reply_is_a_clear_score_or_no_verdict(pair: dict[str, Any]) -> None:
     score = score_of(pair["response"], pair["row"]["scale"])
     assert score == (None if pair["paid"] is None else pytest.approx(pair["paid"])), pair["why"]

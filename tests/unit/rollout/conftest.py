@@ -22,7 +22,9 @@ def on_the_engine(folder, model_type):
     banned, pixels = processor.banned_ids(vocab_size(model)), PixelCache(processor.pixels)
     places = {"image_token_id": processor.image_token_id, "merge_size": processor.merge_size}
     engine = TorchEngine(model, family, banned=banned, pixels=pixels, max_running=64, **places)
-    yield SimpleNamespace(processor=processor, model=model, banned=banned, pixels=pixels, engine=engine)
+    yield SimpleNamespace(
+        processor=processor, model=model, banned=banned, pixels=pixels, engine=engine
+    )
     engine.close()
 
 

@@ -4,7 +4,14 @@ import threading
 
 import pytest
 import torch
-from accounting import DROPS, END, assert_accounted, assert_explained, assert_scored_alike, conversations
+from accounting import (
+    DROPS,
+    END,
+    assert_accounted,
+    assert_explained,
+    assert_scored_alike,
+    conversations,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,9 +20,14 @@ from rlinf_vl.types import GroupSummary
 
 @settings(max_examples=6, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), turns=st.integers(1, 6), images=st.integers(0, 3), longest=st.sampled_from([2, 6, 20])
+    seed=st.integers(0, 10_000),
+    turns=st.integers(1, 6),
+    images=st.integers(0, 3),
+    longest=st.sampled_from([2, 6, 20]),
 )
-def test_conversations_are_one_sequence_that_is_trained_as_it_was_sampled(toy, seed, turns, images, longest):
+def test_conversations_are_one_sequence_that_is_trained_as_it_was_sampled(
+    toy, seed, turns, images, longest
+):
     groups, asked = conversations(toy, seed, turns, images, longest)
     assert all(len(t.sequences) == 1 for group in groups for t in group.trajectories)
     assert_accounted(toy, groups, asked)
@@ -23,8 +35,15 @@ def test_conversations_are_one_sequence_that_is_trained_as_it_was_sampled(toy, s
 
 
 @settings(max_examples=6, deadline=None)
-@given(seed=st.integers(0, 10_000), turns=st.integers(2, 6), images=st.integers(0, 2), longest=st.sampled_from([6, 20]))
-def test_dropped_thoughts_make_sequences_that_share_what_they_can(toy, seed, turns, images, longest):
+@given(
+    seed=st.integers(0, 10_000),
+    turns=st.integers(2, 6),
+    images=st.integers(0, 2),
+    longest=st.sampled_from([6, 20]),
+)
+def test_dropped_thoughts_make_sequences_that_share_what_they_can(
+    toy, seed, turns, images, longest
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy.processor.tokenizer, "chat_template", DROPS)
         patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
@@ -62,7 +81,9 @@ def updating(toy, toy_folder):
 
     thread = threading.Thread(target=update)
     thread.start()
-    yield lambda: {version: models[(version - first) % 3] for version in range(first, toy.engine.version + 1)}
+    yield lambda: {
+        version: models[(version - first) % 3] for version in range(first, toy.engine.version + 1)
+    }
     stop.set()
     thread.join()
     toy.engine.load_weights([own], toy.engine.version + 1)
@@ -103,7 +124,10 @@ def test_both_kinds_of_answers_and_of_histories_occur(toy):
         groups, _ = conversations(toy, 20, 6, 2, 12)
     trajectories = [t for group in groups for t in group.trajectories]
     assert {turn.finish_reason for t in trajectories for turn in t.turns} == {"stop", "length"}
-    assert len({len(t.sequences) for t in trajectories}) > 1 and max(len(t.turns) for t in trajectories) > 2
+    assert (
+        len({len(t.sequences) for t in trajectories}) > 1
+        and max(len(t.turns) for t in trajectories) > 2
+    )
     assert any(len(s.images) > 2 for t in trajectories for s in t.sequences)
     several = [t for t in trajectories if len(t.sequences) > 2]
     assert any(
@@ -121,6 +145,8 @@ def test_the_budget_bounds_all_sequences_of_a_trajectory_together(toy):
         patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
         groups, asked = conversations(toy, 7, 6, 2, 8, seq_length=150)
     assert_accounted(toy, groups, asked)
-    sizes = [n for group in groups for n in GroupSummary.of(group, toy.processor.image_token_id).tokens]
+    sizes = [
+        n for group in groups for n in GroupSummary.of(group, toy.processor.image_token_id).tokens
+    ]
     assert 100 < max(sizes) <= 150
     assert any(t.status == "length" for group in groups for t in group.trajectories)

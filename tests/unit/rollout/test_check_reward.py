@@ -75,8 +75,14 @@ def test_what_breaks_the_contract_is_told(check, name: str) -> None:
 @pytest.mark.parametrize("name", ["good", "waits", *LOOK])
 def test_what_holds_the_contract_is_told_with_what_is_worth_a_look(check, name: str) -> None:
     code, text = check(name)
-    assert code == 0 and "BROKEN" not in text and f"mine.py:{name} holds the contract: " in text.splitlines()[-1], text
-    assert name not in LOOK or any(LOOK[name] in line for line in text.splitlines() if line.startswith("LOOK: ")), text
+    assert (
+        code == 0
+        and "BROKEN" not in text
+        and f"mine.py:{name} holds the contract: " in text.splitlines()[-1]
+    ), text
+    assert name not in LOOK or any(
+        LOOK[name] in line for line in text.splitlines() if line.startswith("LOOK: ")
+    ), text
 
 
 KEYWORDS = {"overlong": ["max_tokens=100", "buffer=20"], "length": ["tokens=100"]}
@@ -93,9 +99,13 @@ def test_named_functions_hold_the_contract(check, name: str) -> None:
 def test_the_table_says_what_each_kind_of_answer_was_paid(check) -> None:
     _, text = check("math")
     paid = {
-        line[:24].strip(): line[24:].split() for line in text.splitlines() if line[24:].split()[:1] in (["0"], ["1"])
+        line[:24].strip(): line[24:].split()
+        for line in text.splitlines()
+        if line[24:].split()[:1] in (["0"], ["1"])
     }
-    assert paid["right, boxed"] == ["1", "1"] and paid["right, bare"] == paid["nothing"] == paid["wrong, boxed"] == [
+    assert paid["right, boxed"] == ["1", "1"] and paid["right, bare"] == paid["nothing"] == paid[
+        "wrong, boxed"
+    ] == [
         "0",
         "0",
     ]

@@ -11,7 +11,9 @@ import tiny
 from rlinf_vl.types import Group, Sample, TokenSequence, Trajectory, Turn
 
 
-def group(*lengths: int, logprobs: bool = True, images: int = 2, routes: type | None = None) -> Group:
+def group(
+    *lengths: int, logprobs: bool = True, images: int = 2, routes: type | None = None
+) -> Group:
     """Trajectories of one sequence each, with a column, and routes of that type; the second one failed, and has a second sequence
     with an image more."""
     rng = np.random.default_rng(0)
@@ -20,28 +22,52 @@ def group(*lengths: int, logprobs: bool = True, images: int = 2, routes: type | 
     shared = rng.integers(0, 250, (prompt, 6))
     for i, n in enumerate(lengths):
         columns = {"entropy": rng.random(n).astype(np.float16)}
-        taken = None if routes is None else np.concatenate([shared, rng.integers(0, 250, (n, 6))]).astype(routes)
+        taken = (
+            None
+            if routes is None
+            else np.concatenate([shared, rng.integers(0, 250, (n, 6))]).astype(routes)
+        )
         drawn = rng.integers(2, 50, n), rng.random(n).astype(np.float32), np.full(n, i, np.int32)
         sample = Sample(*drawn, "stop", columns, taken)
         sequences = [TokenSequence.of_sample(request, sample)]
         if i == 1:
             sequences.append(
-                replace(sequences[0], images=(*sequences[0].images, (tiny.image(rng, 1, 1)[0], (1, 2, 2))))
+                replace(
+                    sequences[0],
+                    images=(*sequences[0].images, (tiny.image(rng, 1, 1)[0], (1, 2, 2))),
+                )
             )
         if not logprobs:
             sequences = [replace(sequence, logprobs=None) for sequence in sequences]
         turns = (Turn(len(sequences) - 1, prompt, prompt + n, "stop", 0.5, '{"state": "a"}'),)
         error = "why" if i == 1 else None
         trajectories.append(
-            Trajectory(tuple(sequences), turns, 0.1 * i, {"format": 0.5}, "length", bool(i % 2), error, {"moves": i})
+            Trajectory(
+                tuple(sequences),
+                turns,
+                0.1 * i,
+                {"format": 0.5},
+                "length",
+                bool(i % 2),
+                error,
+                {"moves": i},
+            )
         )
     return Group("g", "p", prompt if lengths else 0, tuple(trajectories), "42")
 
 
 def assert_same(got: Group, sent: Group) -> None:
-    assert (got.id, got.problem_id, got.answer, got.prefix_length) == ("g", "p", "42", sent.prefix_length)
+    assert (got.id, got.problem_id, got.answer, got.prefix_length) == (
+        "g",
+        "p",
+        "42",
+        sent.prefix_length,
+    )
     for a, b in zip(got.trajectories, sent.trajectories, strict=True):
-        assert replace(a, sequences=(), turns=()) == replace(b, sequences=(), turns=()) and a.turns == b.turns
+        assert (
+            replace(a, sequences=(), turns=()) == replace(b, sequences=(), turns=())
+            and a.turns == b.turns
+        )
     for a, b in zip(got.sequences, sent.sequences, strict=True):
         assert a.images == b.images and a.arrays().keys() == b.arrays().keys()
         for name, array in b.arrays().items():
@@ -62,7 +88,9 @@ def test_nothing_is_lost_and_all_arrays_are_one_buffer(sent):
     assert_same(pickle.loads(inside, buffers=[bytes(buffers[0])]), sent)
 
 
-@pytest.mark.parametrize("remade", [lambda g: pickle.loads(pickle.dumps(g, protocol=4)), copy.deepcopy])
+@pytest.mark.parametrize(
+    "remade", [lambda g: pickle.loads(pickle.dumps(g, protocol=4)), copy.deepcopy]
+)
 def test_a_group_also_survives_pickles_without_buffers(remade):
     sent = group(3, 0, 5)
     assert_same(remade(sent), sent)

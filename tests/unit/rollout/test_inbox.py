@@ -29,7 +29,9 @@ def test_what_threads_put_is_called_in_the_loop_in_order_and_wakes_it_once():
 
         def work(number: int) -> None:
             for i in range(500):
-                here.put(lambda i=i: (called.append((number, i)), threads_of.add(threading.get_ident())))
+                here.put(
+                    lambda i=i: (called.append((number, i)), threads_of.add(threading.get_ident()))
+                )
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:

@@ -29,9 +29,16 @@ def released():
 
 
 def player_of(toy, make, **changed):
-    fields = {"seq_length": 400, "max_prompt_length": 200, "reward_min": 0.0, "return_logprobs": True}
+    fields = {
+        "seq_length": 400,
+        "max_prompt_length": 200,
+        "reward_min": 0.0,
+        "return_logprobs": True,
+    }
     fields |= {"alive_timeout_s": 5.0, "turn_timeout_s": LIMIT_S}
-    return Player(toy.engine, Renderer(toy.processor), toy.processor, Maker(make), **(fields | changed))
+    return Player(
+        toy.engine, Renderer(toy.processor), toy.processor, Maker(make), **(fields | changed)
+    )
 
 
 def sampling(toy, n=6):
@@ -53,7 +60,9 @@ def test_a_step_with_crashing_hanging_and_lying_environments_ends_in_time(toy, k
     assert time.monotonic() - begun < MOST_S
     assert len(made) == 256
     trajectories = [t for group in groups for t in group.trajectories]
-    told = Counter((t.error or "none").partition("scripted' ")[2].partition(" within")[0] for t in trajectories)
+    told = Counter(
+        (t.error or "none").partition("scripted' ")[2].partition(" within")[0] for t in trajectories
+    )
     faults = [env.fault for env in (kind(seed, 0) for seed in range(256))]
     for seed, (trajectory, fault) in enumerate(zip(trajectories, faults, strict=True)):
         assert (trajectory.error is None) == (fault is None), (seed, fault, trajectory.error)
@@ -90,7 +99,9 @@ def test_a_close_that_never_returns_is_counted_and_holds_nobody(toy, released, i
     begun = time.monotonic()
     groups = play(player, [range(8 * g, 8 * g + 8) for g in range(3)], sampling(toy))
     assert time.monotonic() - begun < MOST_S
-    assert all(t.error is None for group in groups for t in group.trajectories), "closing late is no error of theirs"
+    assert all(t.error is None for group in groups for t in group.trajectories), (
+        "closing late is no error of theirs"
+    )
     deadline = time.monotonic() + MOST_S
     while player.calls.hung != (0 if is_async else 3) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -138,10 +149,14 @@ def test_a_member_that_starts_late_holds_nobody_and_asks_by_itself(toy, released
     submit = toy.engine.submit
     player = player_of(toy, Slow, turn_timeout_s=MOST_S)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toy.engine, "submit", lambda requests: asked.extend(requests) or submit(requests))
+        patch.setattr(
+            toy.engine, "submit", lambda requests: asked.extend(requests) or submit(requests)
+        )
         groups = play(player, [range(4), range(4, 8)], sampling(toy))
     assert order[-1] == 2 and [t.error for g in groups for t in g.trajectories] == [None] * 8
-    assert sorted(r.seeds for r in asked) == [(0, 1, 3), (2,), (4, 5, 6, 7)], "alike starts share a request"
+    assert sorted(r.seeds for r in asked) == [(0, 1, 3), (2,), (4, 5, 6, 7)], (
+        "alike starts share a request"
+    )
     assert all(group.prefix_length == len(asked[0].ids) for group in groups)
 
 
@@ -162,7 +177,11 @@ def test_no_more_episodes_are_under_way_than_places(toy, most):
             with lock:
                 now -= 1
 
-    groups = play(player_of(toy, Counted, max_concurrent=most), [range(4), range(4, 8), range(8, 12)], sampling(toy))
+    groups = play(
+        player_of(toy, Counted, max_concurrent=most),
+        [range(4), range(4, 8), range(8, 12)],
+        sampling(toy),
+    )
     assert all(t.error is None for g in groups for t in g.trajectories)
     assert now == 0 and peak <= most
 
@@ -173,7 +192,9 @@ def test_turns_and_time_bound_an_episode(toy, released):
             return StepResult([said("on")], 0.5, False)
 
     (group,) = play(player_of(toy, Endless, max_turns=3), [range(2)], sampling(toy))
-    assert [(len(t.turns), t.reward, t.status, t.error) for t in group.trajectories] == [(3, 1.5, "length", None)] * 2
+    assert [(len(t.turns), t.reward, t.status, t.error) for t in group.trajectories] == [
+        (3, 1.5, "length", None)
+    ] * 2
 
     class Dawdling(Endless):
         def step(self, response):
@@ -184,7 +205,10 @@ def test_turns_and_time_bound_an_episode(toy, released):
     begun = time.monotonic()
     (group,) = play(player, [range(2)], sampling(toy))
     assert time.monotonic() - begun < MOST_S
-    assert all("was not done within rollout.episode_timeout=1 s" in (t.error or "") for t in group.trajectories)
+    assert all(
+        "was not done within rollout.episode_timeout=1 s" in (t.error or "")
+        for t in group.trajectories
+    )
     toy.engine.release_memory()  # nothing runs any more, or this is refused
     toy.engine.restore_memory()
 
@@ -222,7 +246,9 @@ class Silent(Exception):
         raise RuntimeError("no words")
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), GeneratorExit(), Silent()])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), GeneratorExit(), Silent()]
+)
 @pytest.mark.parametrize("coroutine", [False, True])
 def test_whatever_is_raised_is_one_trajectorys_error(toy, error, coroutine):
     class Raising(Talk):
@@ -256,9 +282,13 @@ def test_whatever_is_raised_is_one_trajectorys_error(toy, error, coroutine):
 def test_a_picture_that_can_not_be_used_is_one_trajectorys_error(toy, shown):
     class Showing(Talk):
         def step(self, response):
-            return StepResult([{"role": "user", "content": [{"type": "image", "image": shown}]}], 0.0, False)
+            return StepResult(
+                [{"role": "user", "content": [{"type": "image", "image": shown}]}], 0.0, False
+            )
 
     player = player_of(toy, lambda seed: Showing(seed) if seed == 1 else Talk(seed, turns=1))
     (group,) = play(player, [range(3)], sampling(toy))
     assert [t.error is None for t in group.trajectories] == [True, False, True]
-    assert (group.trajectories[1].error or "").startswith("environment: 'scripted' answered what can't follow: ")
+    assert (group.trajectories[1].error or "").startswith(
+        "environment: 'scripted' answered what can't follow: "
+    )

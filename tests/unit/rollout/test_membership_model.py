@@ -58,7 +58,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self):
         if not self._ready and self._scheduled:
-            self.now = max(self.now + 1e-6, self._scheduled[0]._when)  # as any clock, it never stands for two looks
+            self.now = max(
+                self.now + 1e-6, self._scheduled[0]._when
+            )  # as any clock, it never stands for two looks
         super()._run_once()
 
     def drain(self):
@@ -165,7 +167,13 @@ class Ledger:
 
     def __init__(self, submission):
         self.submission = submission
-        self.arrived, self.acknowledged, self.cancelled, self.ended, self.error = set(), set(), set(), False, None
+        self.arrived, self.acknowledged, self.cancelled, self.ended, self.error = (
+            set(),
+            set(),
+            set(),
+            False,
+            None,
+        )
 
     def read(self):
         while not self.submission.events.empty():
@@ -196,7 +204,13 @@ class Membership:
         self.loop = VirtualLoop()
         self.workers, self.ledgers, self.calls, self.newcomers = [], [], [], []
         self.places, self.next_number, self.next_group, self.version = {}, n, 0, 0
-        self.sent, self.sync, self.settling, self.whole_next, self.begun = None, None, None, True, {}
+        self.sent, self.sync, self.settling, self.whole_next, self.begun = (
+            None,
+            None,
+            None,
+            True,
+            {},
+        )
         self.lost = False
         self.threads = threading.active_count()
         self.reports = []
@@ -224,7 +238,9 @@ class Membership:
     def note_begun(self, task):
         for ledger in self.ledgers:
             if task.group_id in ledger.submission.group_ids:
-                assert task.group_id not in ledger.acknowledged, "what was acknowledged is sampled again"
+                assert task.group_id not in ledger.acknowledged, (
+                    "what was acknowledged is sampled again"
+                )
                 assert task.group_id not in ledger.cancelled, "what was cancelled is sampled"
 
     # --- what there is --------------------------------------------------------------------------------------------------
@@ -250,7 +266,12 @@ class Membership:
         return method != "take" or self.sync is None or self.sync.made
 
     def groups(self):
-        return [(worker, group_id) for worker in self.alive() if not worker.hangs for group_id in worker.groups]
+        return [
+            (worker, group_id)
+            for worker in self.alive()
+            if not worker.hangs
+            for group_id in worker.groups
+        ]
 
     def answer(self, worker, call):
         method, arguments, future = call
@@ -258,7 +279,9 @@ class Membership:
             worker.version = arguments[1]
         if method == "take":
             kind, base, version, receivers = arguments
-            assert kind != "delta" or worker.version == base, "changes of weights that it does not have"
+            assert kind != "delta" or worker.version == base, (
+                "changes of weights that it does not have"
+            )
             assert receivers is None or worker in receivers, "it is in no group of the broadcast"
             worker.version = version
         future.set_result(method)
@@ -294,7 +317,9 @@ class Membership:
 
     @event(1, lambda self: self.pending_calls())
     def a_constructor_or_a_load_fails(self, draw):
-        pending = [(w, c) for w, c in self.pending_calls() if c[0] in ("ready", "load_weights", "take")]
+        pending = [
+            (w, c) for w, c in self.pending_calls() if c[0] in ("ready", "load_weights", "take")
+        ]
         if pending:
             worker, (_, _, future) = draw.choice(pending)
             future.set_exception(WorkerDied("its engine is dead"))
@@ -312,7 +337,9 @@ class Membership:
 
     @event(2)
     def awaited_nodes_come_back(self, draw):
-        self.places = {number: place for number, place in self.places.items() if place is Place.GONE}
+        self.places = {
+            number: place for number, place in self.places.items() if place is Place.GONE
+        }
 
     @event(1, lambda self: len(self.slots()) + len(self.newcomers) < 7)
     def a_node_joins(self, draw):
@@ -331,7 +358,9 @@ class Membership:
         kind = draw.choice(["whole", "delta", "broadcast"])
         if self.whole_next and kind == "delta":
             kind = "whole"
-        self.sync = SimpleNamespace(kind=kind, base=self.version, offered=False, made=False, update=None)
+        self.sync = SimpleNamespace(
+            kind=kind, base=self.version, offered=False, made=False, update=None
+        )
         if kind == "broadcast":
             self.sync.update = self.supervisor.updates.open()
             self.sync.receivers = [worker for _, worker in self.sync.update.receivers]
@@ -440,7 +469,10 @@ class Membership:
             ledger.read()
             if ledger.error is not None:  # the run is over
                 dispatched, spent = self.supervisor.slots, self.supervisor._spent_deaths
-                assert self.lost or sum(slot.deaths for slot in dispatched) + spent > supervisor.MAX_DEATHS
+                assert (
+                    self.lost
+                    or sum(slot.deaths for slot in dispatched) + spent > supervisor.MAX_DEATHS
+                )
                 self.lost = True
             if ledger.ended and ledger.error is None and ledger.submission.done:
                 assert ledger.arrived | ledger.cancelled == ledger.submission.group_ids
@@ -458,9 +490,13 @@ class Membership:
             update = self.sync.update
             chosen = dict(update.receivers)
             for slot, task in update.answers.items():
-                assert task.done() or not chosen[slot].killed, "a sync waits for a worker that was killed"
+                assert task.done() or not chosen[slot].killed, (
+                    "a sync waits for a worker that was killed"
+                )
             limit_s = updates.LOAD_TIMEOUT_S * (len(chosen) + 2)
-            assert self.loop.now - self.sync.settled_from < limit_s, "a sync waits for a worker that is too slow"
+            assert self.loop.now - self.sync.settled_from < limit_s, (
+                "a sync waits for a worker that is too slow"
+            )
 
     def holds_of_slots(self):
         updates = self.supervisor.updates
@@ -468,7 +504,9 @@ class Membership:
             if slot.live and updates.newest is not None:
                 under_way = updates.update is not None and updates.update.key is not None
                 allowed = {updates.newest, updates.update.base} if under_way else {updates.newest}
-                if None not in allowed:  # otherwise weights were forgotten, which workers still hold
+                if (
+                    None not in allowed
+                ):  # otherwise weights were forgotten, which workers still hold
                     assert slot.weights in allowed, (slot.weights, allowed)
                 assert slot.weights is None or slot.worker.version == slot.weights[1]
             if slot.live and not slot.worker.dead:
@@ -492,14 +530,22 @@ class Membership:
             for submission in dispatcher._open
             for group_id in submission.group_ids - submission.arrived - submission.cancelled
         ]
-        assert sorted(map(hash, queued + sent)) == sorted(map(hash, waiting)), "a task is lost, or is there twice"
-        assert all(not slot.queue for slot in dispatcher.slots if slot.live and not slot.streams and not slot.answering)
+        assert sorted(map(hash, queued + sent)) == sorted(map(hash, waiting)), (
+            "a task is lost, or is there twice"
+        )
+        assert all(
+            not slot.queue
+            for slot in dispatcher.slots
+            if slot.live and not slot.streams and not slot.answering
+        )
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
     def heal(self):
         """Let nothing go wrong any more, and all that is pending be done."""
-        self.places = {number: place for number, place in self.places.items() if place is Place.GONE}
+        self.places = {
+            number: place for number, place in self.places.items() if place is Place.GONE
+        }
         for worker in self.alive():
             worker.hangs = False
         for worker, call in self.pending_calls():
@@ -539,9 +585,14 @@ class Membership:
             self.heal()
         assert all(call.done() for call in self.calls)
         assert all(slot.live for slot in self.supervisor.slots) and not self.supervisor.joining
-        assert not any(slot.worker.stored or slot.sent_tasks or slot.streams or slot.calls for slot in self.slots())
+        assert not any(
+            slot.worker.stored or slot.sent_tasks or slot.streams or slot.calls
+            for slot in self.slots()
+        )
         current = {id(slot.worker) for slot in self.slots()}
-        assert all(worker.killed for worker in self.workers if id(worker) not in current), "a worker was left alive"
+        assert all(worker.killed for worker in self.workers if id(worker) not in current), (
+            "a worker was left alive"
+        )
         assert not any(worker.groups for worker in self.workers), "what nobody wants is sampled"
 
 
@@ -558,8 +609,12 @@ def test_membership_holds_through_random_events(monkeypatch):
         model = Membership(draw)
         try:
             while len(happened) < EVENTS_PER_RUN and not model.lost:
-                possible = [(weight, method) for weight, needs, method in EVENT_TABLE if needs(model)]
-                (happening,) = draw.choices([method for _, method in possible], [weight for weight, _ in possible])
+                possible = [
+                    (weight, method) for weight, needs, method in EVENT_TABLE if needs(model)
+                ]
+                (happening,) = draw.choices(
+                    [method for _, method in possible], [weight for weight, _ in possible]
+                )
                 happened.append(happening.__name__)
                 happening(model, draw)
                 model.holds()

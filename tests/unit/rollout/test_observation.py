@@ -34,5 +34,7 @@ def test_a_picture_that_changes_after_it_was_shown_is_shown_anew():
 
 def test_arrays_of_one_content_and_different_shapes_are_different_pictures():
     flat = np.arange(96, dtype=np.uint8)
-    sizes = [decode(image).size for image in shown(flat.reshape(4, 8, 3), flat.reshape(8, 4, 3)).images]
+    sizes = [
+        decode(image).size for image in shown(flat.reshape(4, 8, 3), flat.reshape(8, 4, 3)).images
+    ]
     assert sizes == [(8, 4), (4, 8)]

@@ -22,7 +22,10 @@ from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.types import Problem, SamplingParams
 
-PICTURES = [encoded(picture(*size, n)) for n, size in enumerate([(48, 48), (96, 48), (32, 64), (64, 96), (32, 32)])]
+PICTURES = [
+    encoded(picture(*size, n))
+    for n, size in enumerate([(48, 48), (96, 48), (32, 64), (64, 96), (32, 32)])
+]
 
 
 def image(n):
@@ -40,7 +43,9 @@ def message(role, *parts):
 def shown(*messages):
     urls = {p.url: p for p in PICTURES}
     parts = [part for m in messages for part in m["content"] if isinstance(part, dict)]
-    return Observation(messages, tuple(urls[p["image_url"]["url"]] for p in parts if "image_url" in p))
+    return Observation(
+        messages, tuple(urls[p["image_url"]["url"]] for p in parts if "image_url" in p)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,8 @@ def drawn(seed):
     for turn in range(draw.randint(1, 4)):
         parts = [image(draw.randrange(5)) for _ in range(draw.randint(0, 3))]
         parts += [
-            text("".join(draw.choices(("What ", "is ", "x", " = 18", "é "), k=draw.randint(1, 12)))) for _ in range(2)
+            text("".join(draw.choices(("What ", "is ", "x", " = 18", "é "), k=draw.randint(1, 12))))
+            for _ in range(2)
         ]
         draw.shuffle(parts)
         messages += [{"role": "assistant", "content": "It is 18."}] if turn else []
@@ -79,17 +85,24 @@ def test_what_is_cut_is_the_longest_end_that_fits_with_whole_images_and_turns(re
             continue
         ids, grids = renderer.prompt(left.messages, left.images)
         assert limit - toy.processor.image_tokens(grids).max(initial=12) - 30 < len(ids) <= limit
-        assert (ids == toy.processor.image_token_id).sum() == toy.processor.image_tokens(grids).sum()
+        assert (ids == toy.processor.image_token_id).sum() == toy.processor.image_tokens(
+            grids
+        ).sum()
         assert left.images == whole.images[len(whole.images) - len(left.images) :]
         decoded, roles = tokenizer.decode(ids), [m["role"] for m in left.messages]
-        assert decoded.count("<|im_start|>") == len(roles) + 1 and decoded.count("<|im_end|>") == len(roles)
+        assert decoded.count("<|im_start|>") == len(roles) + 1 and decoded.count(
+            "<|im_end|>"
+        ) == len(roles)
         assert decoded.endswith("<|im_start|>assistant\n")
         had_system = whole.messages[0]["role"] == "system"
         assert (left.messages[0] == whole.messages[0]) == had_system and roles[had_system] == "user"
         first = had_system
         kept = left.messages[first + 1 :]
         assert kept == whole.messages[len(whole.messages) - len(kept) :]
-        was, now = whole.messages[len(whole.messages) - len(kept) - 1]["content"], left.messages[first]["content"]
+        was, now = (
+            whole.messages[len(whole.messages) - len(kept) - 1]["content"],
+            left.messages[first]["content"],
+        )
         assert now[1:] == was[len(was) - len(now) + 1 :]
         before = was[len(was) - len(now)]
         assert now[0] == before or before["text"].endswith(now[0]["text"])
@@ -105,8 +118,18 @@ def test_a_text_is_cut_to_the_last_token_that_fits(renderer):
 
 def test_what_may_not_be_cut_is_too_long(renderer):
     rules = message("system", text("Find x. " * 30))
-    assert cut(shown(rules, message("user", text("What"))), lambda c: length(renderer, c) <= 40, ("user",)) is None
-    assert cut(shown(message("user", image(3))), lambda c: length(renderer, c) <= 12, ("user",)) is None
+    assert (
+        cut(
+            shown(rules, message("user", text("What"))),
+            lambda c: length(renderer, c) <= 40,
+            ("user",),
+        )
+        is None
+    )
+    assert (
+        cut(shown(message("user", image(3))), lambda c: length(renderer, c) <= 12, ("user",))
+        is None
+    )
 
 
 class Asks:
@@ -119,14 +142,22 @@ class Asks:
         return list(problem.messages)
 
     def step(self, response):
-        return StepResult([self.said.pop(0)], 1.0, False) if self.said else StepResult((), 1.0, True)
+        return (
+            StepResult([self.said.pop(0)], 1.0, False) if self.said else StepResult((), 1.0, True)
+        )
 
     def close(self):
         pass
 
 
 def player_of(toy, *said, **changed):
-    fields = {"seq_length": 300, "max_prompt_length": 60, "reward_min": 0.0, "return_logprobs": True, "overlong": "cut"}
+    fields = {
+        "seq_length": 300,
+        "max_prompt_length": 60,
+        "reward_min": 0.0,
+        "return_logprobs": True,
+        "overlong": "cut",
+    }
     return Player(
         toy.engine, Renderer(toy.processor), toy.processor, Maker(lambda seed: Asks(*said)), alive_timeout_s=30.0,
         **(fields | changed),
@@ -163,15 +194,15 @@ def test_a_cut_prompt_is_played_and_trained_as_it_is_shown(toy, renderer):
 @pytest.mark.parametrize("overlong", ["drop", "cut", "error"])
 def test_a_prompt_at_the_limit_is_left_alone_and_one_over_it_is_not(toy, renderer, overlong):
     n = length(renderer, LONG)
-    request = partial(player_of(toy, max_prompt_length=n, overlong=overlong).prompts.of_row, problem_of(LONG))
+    request = partial(
+        player_of(toy, max_prompt_length=n, overlong=overlong).prompts.of_row, problem_of(LONG)
+    )
     assert len(request().ids) == n
     player = player_of(toy, max_prompt_length=n - 1, overlong=overlong)
     if overlong == "cut":
         assert len(player.prompts.of_row(problem_of(LONG)).ids) < n
         return
-    pattern = (
-        f"row p:7: the prompt has {n} tokens, data.max_prompt_length is {n - 1}; raise that, and runner.seq_length, or"
-    )
+    pattern = f"row p:7: the prompt has {n} tokens, data.max_prompt_length is {n - 1}; raise that, and runner.seq_length, or"
     with pytest.raises(RowError, match=pattern) as caught:
         player.prompts.of_row(problem_of(LONG))
     assert caught.value.kind == PROMPT_TOO_LONG
@@ -181,12 +212,16 @@ def test_a_prompt_that_can_not_be_cut_is_told_with_its_numbers(toy, renderer):
     whole = shown(message("user", image(3)))
     n = length(renderer, whole)
     with pytest.raises(
-        RowError, match=f"row p:7: the prompt has {n} tokens, .* is 12, and what may not be cut is longer, too"
+        RowError,
+        match=f"row p:7: the prompt has {n} tokens, .* is 12, and what may not be cut is longer, too",
     ):
         player_of(toy, max_prompt_length=12).prompts.of_row(problem_of(whole))
 
 
-SAYS = [said("x = 3 " * 10, picture(64, 96), "What is x? " * 6, picture(32, 32, 1), "What?") for _ in range(3)]
+SAYS = [
+    said("x = 3 " * 10, picture(64, 96), "What is x? " * 6, picture(32, 32, 1), "What?")
+    for _ in range(3)
+]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "cut", "error"])
@@ -197,8 +232,15 @@ def test_an_observation_without_room(toy, renderer, overlong):
     for t in group.trajectories:
         if overlong == "error":
             kind, _, reason = (t.error or "").partition(": ")
-            assert kind == "trajectory too long" and "with what answers turn" in reason and t.status == "error"
-            assert "runner.seq_length is 150; raise it, lower rollout.max_turns, or set data.overlong" in reason
+            assert (
+                kind == "trajectory too long"
+                and "with what answers turn" in reason
+                and t.status == "error"
+            )
+            assert (
+                "runner.seq_length is 150; raise it, lower rollout.max_turns, or set data.overlong"
+                in reason
+            )
             continue
         assert t.error is None and t.status == "length" and len(t.turns) >= 1
         assert t.cuts == (overlong == "cut")
@@ -212,11 +254,20 @@ def test_an_observation_without_room(toy, renderer, overlong):
 
 
 def test_a_worker_finds_what_is_cut_dropped_and_bad(toy_folder, tmp_path, toy, monkeypatch):
-    rows = [("What?", []), ("What is x? " * 30, []), ("<image>" * 3 + "x?", [0, 3, 1]), ("<image>", [3]), ("x", [])]
+    rows = [
+        ("What?", []),
+        ("What is x? " * 30, []),
+        ("<image>" * 3 + "x?", [0, 3, 1]),
+        ("<image>", [3]),
+        ("x", []),
+    ]
     file = tmp_path / "rows.jsonl"
     for n, p in enumerate(PICTURES):
         (tmp_path / f"{n}.png").write_bytes(p.data)
-    lines = [{"problem": words, "answer": "18", "images": [f"{n}.png" for n in numbers]} for words, numbers in rows]
+    lines = [
+        {"problem": words, "answer": "18", "images": [f"{n}.png" for n in numbers]}
+        for words, numbers in rows
+    ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     rank = RolloutRank(
         load_config("toy-grpo-cpu", [f"data.train_data_paths=[{file}]", "data.val_data_paths=[]"]),
@@ -224,14 +275,27 @@ def test_a_worker_finds_what_is_cut_dropped_and_bad(toy_folder, tmp_path, toy, m
         "cpu",
     )
     try:
-        for overlong, by_length in (("drop", True), ("drop", False), ("cut", True), ("cut", False), ("error", False)):
-            rank.config.data.overlong, rank.config.data.filter_prompt_by_length = overlong, by_length
+        for overlong, by_length in (
+            ("drop", True),
+            ("drop", False),
+            ("cut", True),
+            ("cut", False),
+            ("error", False),
+        ):
+            rank.config.data.overlong, rank.config.data.filter_prompt_by_length = (
+                overlong,
+                by_length,
+            )
             rank.config.data.max_prompt_length = 26
             rank.player = replace(rank.player, overlong=overlong, max_prompt_length=26)
             found, _ = asyncio.run(rank.filter_rows("train", range(5)))
             if overlong == "cut":
                 assert list(found.kept) == [0, 1, 2, 4] and not found.too_long
-                assert found.cut[1][1] == 0 and found.cut[2][1] > 0 and all(n > 26 for n, _ in found.cut.values())
+                assert (
+                    found.cut[1][1] == 0
+                    and found.cut[2][1] > 0
+                    and all(n > 26 for n, _ in found.cut.values())
+                )
                 assert found.bad[3].kind == PROMPT_TOO_LONG
                 continue
             assert list(found.kept) == [0, 4] and not found.cut

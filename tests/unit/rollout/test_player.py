@@ -38,7 +38,10 @@ PROBLEM = Problem(
     (
         {
             "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": SHOWN.url}}, {"type": "text", "text": "?"}],
+            "content": [
+                {"type": "image_url", "image_url": {"url": SHOWN.url}},
+                {"type": "text", "text": "?"},
+            ],
         },
     ),
     "18",
@@ -67,7 +70,9 @@ class Scripted:
             if isinstance(answer, Exception):
                 future.set_exception(answer)
             elif answer is not None:
-                future.set_result(Completion(tuple(self.sample(answer, seed) for seed in request.seeds)))
+                future.set_result(
+                    Completion(tuple(self.sample(answer, seed) for seed in request.seeds))
+                )
         return futures
 
     def sample(self, answer, seed):
@@ -77,7 +82,9 @@ class Scripted:
         n = len(ids)
         logprobs = -np.arange(1, n + 1, dtype=np.float32) - seed % 10
         columns = {"entropy": np.full(n, 0.5, np.float32)}
-        return Sample(np.array(ids, np.int32), logprobs, np.full(n, self.version, np.int32), reason, columns)
+        return Sample(
+            np.array(ids, np.int32), logprobs, np.full(n, self.version, np.int32), reason, columns
+        )
 
     def end_sessions(self, names):
         self.ended += names
@@ -142,7 +149,9 @@ def player_of(processor, engine, make_env, **changed):
 
 def play(player, n=1, problem=PROBLEM, **sampling):
     async def played():
-        opening = await player.open(problem, range(n), SamplingParams(**{"max_new_tokens": 20, **sampling}))
+        opening = await player.open(
+            problem, range(n), SamplingParams(**{"max_new_tokens": 20, **sampling})
+        )
         player.submit([opening])
         return await player.play("g", opening)
 
@@ -161,17 +170,28 @@ def test_a_single_turn_is_the_prompt_and_the_answer(processor, env_class):
     group, summary = play(player_of(processor, engine, env_class), 3)
     (request,) = engine.requests
     assert request.seeds == (0, 1, 2) and request.images == (SHOWN,), "one request, one prefill"
-    assert group.prefix_length == len(request.ids) and summary.rewards == (1.0,) * 3 and summary.correct == (True,) * 3
+    assert (
+        group.prefix_length == len(request.ids)
+        and summary.rewards == (1.0,) * 3
+        and summary.correct == (True,) * 3
+    )
     for i, trajectory in enumerate(group.trajectories):
         (sequence,), (turn,) = trajectory.sequences, trajectory.turns
         n = group.prefix_length
-        assert (turn.start, turn.end, turn.finish_reason, turn.reward) == (n, len(sequence.ids), "stop", 1.0)
+        assert (turn.start, turn.end, turn.finish_reason, turn.reward) == (
+            n,
+            len(sequence.ids),
+            "stop",
+            1.0,
+        )
         assert sequence.loss_mask.nonzero()[0].tolist() == list(range(n, turn.end))
         assert sequence.logprobs[n:].tolist() == [-k - i for k in range(1, turn.end - n + 1)]
     assert [env.calls for env in env_class.made] == [["start", "\\boxed{18}", "close"]] * 3
 
 
-def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_far(processor, env_class):
+def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_far(
+    processor, env_class
+):
     """An observation that brings a new image and shows one of the problem again; an answer that was cut."""
     new = picture(48, 96, 1)
     env_class.script = (
@@ -189,7 +209,10 @@ def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_f
     (trajectory,) = group.trajectories
     (sequence,) = trajectory.sequences
     assert (
-        summary.errors == (None,) and trajectory.reward == 1.25 and trajectory.correct and trajectory.status == "stop"
+        summary.errors == (None,)
+        and trajectory.reward == 1.25
+        and trajectory.correct
+        and trajectory.status == "stop"
     )
     assert trajectory.reward_parts == {"form": 0.75, "answer": 0.5}
     assert [turn.reward for turn in trajectory.turns] == [0.25, 0.0, 1.0]
@@ -199,7 +222,9 @@ def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_f
     assert [len(request.images) for request in engine.requests] == [1, 3, 3]
     hashes = [image.hash for image, _ in sequence.images]
     assert hashes == [SHOWN.hash, encoded(new).hash, SHOWN.hash]
-    assert len({request.seeds for request in engine.requests}) == 3, "each turn has a random stream of its own"
+    assert len({request.seeds for request in engine.requests}) == 3, (
+        "each turn has a random stream of its own"
+    )
     sampled = [(turn.start, turn.end) for turn in trajectory.turns]
     expected = np.zeros(len(sequence.ids), bool)
     for start, end in sampled:
@@ -226,7 +251,9 @@ def test_the_budget_ends_an_episode_and_bounds_its_last_turn(processor, env_clas
     (trajectory,) = group.trajectories
     assert trajectory.status == "length" and summary.errors == (None,)
     assert all(r.sampling.max_new_tokens == min(12, 80 - len(r.ids)) > 0 for r in engine.requests)
-    assert len(trajectory.sequences[0].ids) == trajectory.turns[-1].end, "nothing stands behind the last answer"
+    assert len(trajectory.sequences[0].ids) == trajectory.turns[-1].end, (
+        "nothing stands behind the last answer"
+    )
     assert trajectory.reward == 0.5 * len(trajectory.turns) and closed_once(env_class, 1)
 
 
@@ -234,7 +261,9 @@ def test_starts_that_differ_share_the_prefix_that_they_have_in_common(processor,
     images = [picture(48, 48, 1), picture(48, 48, 2)]
 
     def start(self, problem):
-        return [said("see", images[self.number // 2 % 2], "now")] if self.number < 4 else [said("say")]
+        return (
+            [said("see", images[self.number // 2 % 2], "now")] if self.number < 4 else [said("say")]
+        )
 
     env_class.start = start
     engine = Scripted(processor)
@@ -266,7 +295,11 @@ def test_an_answer_without_a_verdict_is_wrong_and_no_bad_row(processor, env_clas
     bad.add_failed("train", [summary], 1)
     bad.check()
     metrics = summarize_rollout([summary], 1.0)
-    assert metrics["reward/ungradable"] == 4 and metrics["reward/accuracy"] == 0 and metrics["rollout/errors"] == 0
+    assert (
+        metrics["reward/ungradable"] == 4
+        and metrics["reward/accuracy"] == 0
+        and metrics["rollout/errors"] == 0
+    )
 
 
 def test_the_engines_failure_is_not_the_rows(processor, env_class, tmp_path):
@@ -277,31 +310,57 @@ def test_the_engines_failure_is_not_the_rows(processor, env_class, tmp_path):
     bad.add_failed("train", [summary], 1)
     bad.check()
     metrics = summarize_rollout([summary], 1.0)
-    assert (metrics["rollout/errors"], metrics["rollout/engine_errors"], metrics["rollout/env_errors"]) == (4, 4, 0)
-    with pytest.raises(TooManyFaults, match=r"4 of 4 .*4 × engine: TimeoutError.*rollout\.request_timeout"):
+    assert (
+        metrics["rollout/errors"],
+        metrics["rollout/engine_errors"],
+        metrics["rollout/env_errors"],
+    ) == (4, 4, 0)
+    with pytest.raises(
+        TooManyFaults, match=r"4 of 4 .*4 × engine: TimeoutError.*rollout\.request_timeout"
+    ):
         check_faults([summary])
     assert closed_once(env_class, 4)
 
 
 def test_a_sample_that_the_engine_gave_up_on_is_an_error(processor, env_class):
     _, summary = play(player_of(processor, Scripted(processor, ["failed"]), env_class), 2)
-    assert summary.errors == ("engine: it gave up on this sample",) * 2 and closed_once(env_class, 2)
+    assert summary.errors == ("engine: it gave up on this sample",) * 2 and closed_once(
+        env_class, 2
+    )
 
 
 def test_a_failure_in_a_later_turn_leaves_what_was_sampled(processor, env_class):
     env_class.script = (StepResult((said("go on"),), 0.5, False),) * 2
-    group, summary = play(player_of(processor, Scripted(processor, ["What", OSError("gone")]), env_class))
+    group, summary = play(
+        player_of(processor, Scripted(processor, ["What", OSError("gone")]), env_class)
+    )
     (trajectory,) = group.trajectories
-    assert summary.errors == ("engine: OSError: gone",) and trajectory.reward == 0.0 and trajectory.status == "error"
-    assert len(trajectory.turns) == 1 and trajectory.sequences[0].loss_mask.any() and closed_once(env_class, 1)
+    assert (
+        summary.errors == ("engine: OSError: gone",)
+        and trajectory.reward == 0.0
+        and trajectory.status == "error"
+    )
+    assert (
+        len(trajectory.turns) == 1
+        and trajectory.sequences[0].loss_mask.any()
+        and closed_once(env_class, 1)
+    )
 
 
-def test_an_answer_without_a_verdict_after_a_paid_turn_is_worth_the_least_reward_once(processor, env_class):
+def test_an_answer_without_a_verdict_after_a_paid_turn_is_worth_the_least_reward_once(
+    processor, env_class
+):
     """A tool environment pays reward_min for a call, so that the episode is worth that until it answers."""
-    env_class.script = (StepResult((said("42"),), -0.5, False), GradingTimeout("no verdict in 0.5 s"))
+    env_class.script = (
+        StepResult((said("42"),), -0.5, False),
+        GradingTimeout("no verdict in 0.5 s"),
+    )
     _, summary = play(player_of(processor, Scripted(processor, ["call", "18"]), env_class))
     assert summary.turn_rewards == ((-0.5, 0.0),) and summary.rewards == (-0.5,)
-    env_class.script = (StepResult((said("42"),), 0.25, False), GradingTimeout("no verdict in 0.5 s"))
+    env_class.script = (
+        StepResult((said("42"),), 0.25, False),
+        GradingTimeout("no verdict in 0.5 s"),
+    )
     _, summary = play(player_of(processor, Scripted(processor, ["call", "18"]), env_class))
     assert summary.turn_rewards == ((0.25, -0.75),) and summary.rewards == (-0.5,)
 
@@ -322,7 +381,11 @@ def test_faults_of_environments_can_be_penalized(processor, env_class, fault):
         env_class.step = slow_step
     for penalize in (False, True):
         player = player_of(
-            processor, Scripted(processor, ["What", "x"]), env_class, penalize_faults=penalize, turn_timeout_s=0.3
+            processor,
+            Scripted(processor, ["What", "x"]),
+            env_class,
+            penalize_faults=penalize,
+            turn_timeout_s=0.3,
         )
         group, summary = play(player, 2)
         metrics = summarize_rollout([summary], 1.0)
@@ -335,14 +398,20 @@ def test_faults_of_environments_can_be_penalized(processor, env_class, fault):
             assert summary.rewards == (-0.5, -0.5) and summary.turn_rewards == ((0.0, -0.5),) * 2
             assert summary.errors == (None, None) and summary.correct == (False, False)
             assert metrics["reward/mean"] == -0.5 and summary.statuses == ("error",) * 2
-            assert all(reason.startswith("environment: 'scripted' ") for reason in summary.penalized)
-            assert [t.penalized for t in pickle.loads(pickle.dumps(group)).trajectories] == list(summary.penalized)
+            assert all(
+                reason.startswith("environment: 'scripted' ") for reason in summary.penalized
+            )
+            assert [t.penalized for t in pickle.loads(pickle.dumps(group)).trajectories] == list(
+                summary.penalized
+            )
         else:
             assert all(error.startswith("environment: 'scripted' ") for error in summary.errors)
 
 
 @pytest.mark.parametrize("case", ["start", "engine", "reward function"])
-def test_faults_that_no_answer_led_to_are_masked_even_where_faults_are_penalized(processor, env_class, case):
+def test_faults_that_no_answer_led_to_are_masked_even_where_faults_are_penalized(
+    processor, env_class, case
+):
     engine = Scripted(processor)
     if case == "start":
         env_class.start = lambda self, problem: 1 / 0
@@ -387,7 +456,8 @@ def test_every_environment_is_closed_whatever_fails(processor, env_class, fails)
     failed = {None: 0, "make": 2, "start": 2, "step": 2, "close": 0}[fails]
     assert len([e for e in summary.errors if e]) == failed
     assert all(
-        e is None or e.startswith("environment: 'scripted' ") and f"no {fails} today" in e for e in summary.errors
+        e is None or e.startswith("environment: 'scripted' ") and f"no {fails} today" in e
+        for e in summary.errors
     )
     assert closed_once(env_class, 4)
     assert summarize_rollout([summary], 1.0)["rollout/env_errors"] == failed
@@ -401,7 +471,9 @@ def test_every_environment_is_closed_whatever_fails(processor, env_class, fails)
 def test_a_prompt_that_is_too_long_is_the_rows_fault(processor, env_class):
     engine = Scripted(processor)
     group, summary = play(player_of(processor, engine, env_class, max_prompt_length=1), 2)
-    assert all(e.startswith("prompt too long: the prompt has ") for e in summary.errors) and closed_once(env_class, 2)
+    assert all(
+        e.startswith("prompt too long: the prompt has ") for e in summary.errors
+    ) and closed_once(env_class, 2)
     assert not engine.requests and group.prefix_length == 0 and summary.tokens == (0, 0)
 
 
@@ -414,7 +486,12 @@ def test_a_prompt_that_is_too_long_is_the_rows_fault(processor, env_class):
         ["case"],
         [{"role": "user", "content": [{"type": "image_url"}]}],
         [said(b"no image")],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "image://unknown"}}]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "image://unknown"}}],
+            }
+        ],
         [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}],
     ],
 )
@@ -425,11 +502,15 @@ def test_what_start_says_is_no_fault_of_the_row(processor, env_class, start):
     assert closed_once(env_class, 2)
 
 
-@pytest.mark.parametrize("messages", [None, 7, ["case"], [said(b"no image")], [said("a", picture(1, 400))]])
+@pytest.mark.parametrize(
+    "messages", [None, 7, ["case"], [said(b"no image")], [said("a", picture(1, 400))]]
+)
 def test_what_an_environment_answers_is_no_fault_of_the_row(processor, env_class, messages):
     env_class.script = (StepResult(messages, 0.0, False),)
     _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
-    assert all(e.startswith("environment: 'scripted' answered what can't follow: ") for e in summary.errors)
+    assert all(
+        e.startswith("environment: 'scripted' answered what can't follow: ") for e in summary.errors
+    )
     assert closed_once(env_class, 2)
 
 
@@ -437,7 +518,9 @@ def test_what_an_environment_answers_is_no_fault_of_the_row(processor, env_class
 def test_a_reward_is_a_finite_number(processor, env_class, reward):
     env_class.script = (StepResult((), reward, True),)
     _, summary = play(player_of(processor, Scripted(processor), env_class))
-    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.rewards == (0.0,)
+    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.rewards == (
+        0.0,
+    )
 
 
 def test_an_image_that_can_not_be_decoded_is_the_fault_of_whoever_showed_it(processor, env_class):
@@ -446,12 +529,16 @@ def test_an_image_that_can_not_be_decoded_is_the_fault_of_whoever_showed_it(proc
     assert summary.errors == ("image can't be decoded: it is truncated",)
     env_class.script = (StepResult((said(picture()),), 0.0, False),)
     _, summary = play(player_of(processor, Scripted(processor, ["18", error]), env_class))
-    assert summary.errors[0].startswith("environment: 'scripted' shows an image that can't be used: ")
+    assert summary.errors[0].startswith(
+        "environment: 'scripted' shows an image that can't be used: "
+    )
 
 
 def test_a_row_whose_messages_make_no_prompt_is_a_bad_row(processor, env_class):
     player = player_of(processor, Scripted(processor), env_class)
-    problem = Problem("p:1", ({"role": "user", "content": [{"type": "image", "image": b"none"}]},), "1")
+    problem = Problem(
+        "p:1", ({"role": "user", "content": [{"type": "image", "image": b"none"}]},), "1"
+    )
     with pytest.raises(RowError, match="no image"):
         player.prompts.of_row(problem)
     _, summary = play(player, 2, problem)
@@ -466,9 +553,13 @@ def test_messages_of_a_generator_are_read_once(processor, env_class):
 
 
 def test_parts_of_a_reward_are_recorded_as_plain_numbers(processor, env_class):
-    env_class.script = (StepResult((), np.float32(1), True, {"reward_parts": {"format": np.float32(0.5)}}),)
+    env_class.script = (
+        StepResult((), np.float32(1), True, {"reward_parts": {"format": np.float32(0.5)}}),
+    )
     group, _ = play(player_of(processor, Scripted(processor), env_class), 2)
-    assert json.dumps([t.reward_parts for t in group.trajectories]) == json.dumps([{"format": 0.5}] * 2)
+    assert json.dumps([t.reward_parts for t in group.trajectories]) == json.dumps(
+        [{"format": 0.5}] * 2
+    )
     env_class.script = (StepResult((), 1.0, True, {"reward_parts": {"format": "half"}}),)
     _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
     assert all(e.startswith("environment: 'scripted' failed: ValueError") for e in summary.errors)
@@ -478,7 +569,12 @@ def test_parts_of_a_reward_are_recorded_as_plain_numbers(processor, env_class):
 def test_what_an_environment_measures_and_the_facts_of_a_turn_are_kept(processor, env_class):
     call = {"name": "zoom", "arguments": {"x": 1}}
     env_class.script = (
-        StepResult((said("on"),), 0, False, {"metrics": {"moves": np.int64(1), "seen": 2}, "tool_calls": [call]}),
+        StepResult(
+            (said("on"),),
+            0,
+            False,
+            {"metrics": {"moves": np.int64(1), "seen": 2}, "tool_calls": [call]},
+        ),
         StepResult((), 1, True, {"metrics": {"moves": 3}, "state": "end"}),
     )
     group, summary = play(player_of(processor, Scripted(processor), env_class))
@@ -488,12 +584,15 @@ def test_what_an_environment_measures_and_the_facts_of_a_turn_are_kept(processor
 
 
 @pytest.mark.parametrize(
-    "info", [{"metrics": {"a": float("nan")}}, {"metrics": 3}, {"state": 7}, {"tool_calls": {1j}}, 5]
+    "info",
+    [{"metrics": {"a": float("nan")}}, {"metrics": 3}, {"state": 7}, {"tool_calls": {1j}}, 5],
 )
 def test_facts_of_another_kind_are_the_environments_error(processor, env_class, info):
     env_class.script = (StepResult((), 1.0, True, info),)
     _, summary = play(player_of(processor, Scripted(processor), env_class))
-    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.metrics == ({},)
+    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.metrics == (
+        {},
+    )
 
 
 def test_environments_are_closed_where_the_engine_dies(processor, env_class):
@@ -510,7 +609,9 @@ def test_environments_are_closed_where_the_engine_dies(processor, env_class):
     assert closed_once(env_class, 3)
 
 
-def test_an_episode_that_nobody_waits_for_closes_its_environment_after_its_step(processor, env_class):
+def test_an_episode_that_nobody_waits_for_closes_its_environment_after_its_step(
+    processor, env_class
+):
     begun, goes_on = threading.Event(), threading.Event()
 
     def step(self, response):
@@ -547,13 +648,21 @@ def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(to
     group, summary = play(player, 4, max_new_tokens=8, stop_ids=toy.processor.stop_ids)
     assert summary.errors == (None,) * 4 and all(len(t.turns) == 2 for t in group.trajectories)
     assert len({t.sequences[0].ids.tobytes() for t in group.trajectories}) > 1
-    collate = Collator(FAMILY, toy.processor.image_token_id, toy.processor.merge_size, toy.pixels, toy.processor.pad_id)
+    collate = Collator(
+        FAMILY,
+        toy.processor.image_token_id,
+        toy.processor.merge_size,
+        toy.pixels,
+        toy.processor.pad_id,
+    )
     batch = collate([Member(group, i, [0.0, 0.0]) for i in range(4)], run_vision=True)
     policy = PolicyModel(toy.model, FAMILY, toy.banned, temperature=1.0, chunk=None)
     with torch.no_grad():
         logprobs, _ = policy(batch)
     assert batch.rollout_logprobs is not None and len(batch.targets) == sum(summary.response_tokens)
-    torch.testing.assert_close(logprobs, torch.from_numpy(batch.rollout_logprobs), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        logprobs, torch.from_numpy(batch.rollout_logprobs), atol=2e-5, rtol=0
+    )
 
 
 def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earlier_ones():
@@ -561,9 +670,13 @@ def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earli
     played, nowhere = Played(), SimpleNamespace(image_token_id=99, merge_size=1)
     for prompt, answer, first in (([5, 6, 7], [8, 9], 10), ([5, 6, 7, 8, 9, 3], [4, 1], 40)):
         n = len(answer)
-        routes = np.arange(first, first + len(prompt) + n, dtype=np.uint8)[:, None].repeat(2, axis=1)
+        routes = np.arange(first, first + len(prompt) + n, dtype=np.uint8)[:, None].repeat(
+            2, axis=1
+        )
         routes[-1] = 0
-        request = Request(np.array(prompt, np.int32), (), np.zeros((0, 3), np.int32), SamplingParams(), (0,))
+        request = Request(
+            np.array(prompt, np.int32), (), np.zeros((0, 3), np.int32), SamplingParams(), (0,)
+        )
         drawn = np.array(answer, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32)
         played.add(request, Sample(*drawn, "stop", routes=routes), nowhere)
     (sequence,) = played.sequences
@@ -571,26 +684,36 @@ def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earli
 
 
 @pytest.mark.parametrize(
-    "part", [{"type": "video_url", "video_url": {"url": "a.mp4"}}, {"type": "video", "video": "a.mp4"}]
+    "part",
+    [{"type": "video_url", "video_url": {"url": "a.mp4"}}, {"type": "video", "video": "a.mp4"}],
 )
 def test_a_video_of_an_environment_is_told(processor, env_class, part):
     env_class.script = (StepResult([{"role": "user", "content": [part]}], 0.0, False),)
     group, _ = play(player_of(processor, Scripted(processor), env_class))
     (t,) = group.trajectories
-    assert t.error is not None and t.error.startswith("environment: 'scripted' answered what can't follow")
+    assert t.error is not None and t.error.startswith(
+        "environment: 'scripted' answered what can't follow"
+    )
     assert "videos are not supported; give frames as images" in t.error
 
 
-def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_clean_ones(processor, env_class):
+def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_clean_ones(
+    processor, env_class
+):
     """An environment that shows a new image later: that is corrupted, too."""
     new = picture(48, 96, 1)
-    env_class.script = (StepResult((said("look", new),), 0.0, False), StepResult((), 1.0, True, {"correct": True}))
+    env_class.script = (
+        StepResult((said("look", new),), 0.0, False),
+        StepResult((), 1.0, True, {"correct": True}),
+    )
     engine = Scripted(processor, ["\\boxed{18}"])
     player = player_of(processor, engine, env_class)
 
     async def played():
         sampling = SamplingParams(max_new_tokens=20)
-        opening = await player.open(PROBLEM, range(4), sampling, 5, Corruption("noise", 0.5, share=0.5))
+        opening = await player.open(
+            PROBLEM, range(4), sampling, 5, Corruption("noise", 0.5, share=0.5)
+        )
         player.submit([opening])
         return await player.play("g", opening)
 
@@ -598,19 +721,29 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
     summary = GroupSummary.of(group, processor.image_token_id)
     assert summary.errors == (None,) * 4 and summary.corrupted == (False, False, True, True)
     first = [[image.hash for image in request.images] for request in engine.requests[:2]]
-    assert first == [[SHOWN.hash], [group.corrupted_images[SHOWN.hash].hash]] != [[SHOWN.hash]] * 2, (
-        "one request for each view"
-    )
+    assert (
+        first == [[SHOWN.hash], [group.corrupted_images[SHOWN.hash].hash]] != [[SHOWN.hash]] * 2
+    ), "one request for each view"
     assert [request.seeds for request in engine.requests[:2]] == [(0, 1), (2, 3)]
     shown = {SHOWN.hash, encoded(new).hash}
-    assert group.corrupted_images.keys() == shown and {image.hash for image, _ in group.images} == shown
-    assert group.prefix_length == len(engine.requests[0].ids), "what is trained on shares the prompt"
+    assert (
+        group.corrupted_images.keys() == shown
+        and {image.hash for image, _ in group.images} == shown
+    )
+    assert group.prefix_length == len(engine.requests[0].ids), (
+        "what is trained on shares the prompt"
+    )
     assert {group.corrupted_images[name].hash for name in shown} <= summary.image_bytes.keys()
-    seen = [[image.hash for s in group.as_seen(t).sequences for image, _ in s.images] for t in group.trajectories]
+    seen = [
+        [image.hash for s in group.as_seen(t).sequences for image, _ in s.images]
+        for t in group.trajectories
+    ]
     clean = [SHOWN.hash, encoded(new).hash]
     assert seen == [clean] * 2 + [[group.corrupted_images[name].hash for name in clean]] * 2
     sent = pickle.loads(pickle.dumps(group, protocol=5))
-    assert sent.corrupted_images == group.corrupted_images and [t.corrupted for t in sent.trajectories] == [
+    assert sent.corrupted_images == group.corrupted_images and [
+        t.corrupted for t in sent.trajectories
+    ] == [
         False,
         False,
         True,
@@ -618,7 +751,9 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
     ]
 
 
-def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(processor, env_class):
+def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
+    processor, env_class
+):
     """The last one fails, the one before has no verdict; both parts and reasons go with their trajectories."""
     env_class.script = (
         StepResult((said("go on"),), 0.5, False, {"reward_parts": {"turn": 0.5}}),
@@ -636,11 +771,22 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
 
     group, summary = play(player_of(processor, Scripted(processor), env_class, score=score), 3)
     ((problem, answers),) = asked
-    assert problem is PROBLEM and [a[:2] for a in answers] == [("18!", "18!")] * 3 and all(a[2] for a in answers)
+    assert (
+        problem is PROBLEM
+        and [a[:2] for a in answers] == [("18!", "18!")] * 3
+        and all(a[2] for a in answers)
+    )
     right, slow, failed = group.trajectories
-    assert (right.reward, right.correct, right.reward_parts) == (1.25, True, {"turn": 0.5, "math": 1.0})
+    assert (right.reward, right.correct, right.reward_parts) == (
+        1.25,
+        True,
+        {"turn": 0.5, "math": 1.0},
+    )
     assert [turn.reward for turn in right.turns] == [0.5, 0.75] and right.error is None
-    assert slow.reward_parts == {"turn": 0.5, "math": 0.0, "form": 0.0, "ungradable": 1.0} and slow.reward == 0.25
+    assert (
+        slow.reward_parts == {"turn": 0.5, "math": 0.0, "form": 0.0, "ungradable": 1.0}
+        and slow.reward == 0.25
+    )
     assert failed.error == "environment: the reward function judge: gone" and failed.reward == 0.0
     assert summary.ungradable == 1 and summary.ungraded == ("form: slow",)
     assert (
@@ -648,11 +794,17 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
         == "1 of 3 answers have no verdict of a reward function, which then scores 0: 1 × form: slow"
     )
     always = replace(summary, errors=(None,) * 3, ungraded=("form: slow",) * 3)
-    with pytest.raises(NoVerdicts, match=r"3 × form: slow\. So it is with every answer: mend the function"):
+    with pytest.raises(
+        NoVerdicts, match=r"3 × form: slow\. So it is with every answer: mend the function"
+    ):
         no_verdicts([always])
     no_verdicts([always, replace(summary, ungraded=())])
     metrics = summarize_rollout([summary], 1.0)
-    assert metrics["reward/math"] == 0.5 and metrics["reward/form"] == 0.0 and metrics["reward/turn"] == 0.5
+    assert (
+        metrics["reward/math"] == 0.5
+        and metrics["reward/form"] == 0.0
+        and metrics["reward/turn"] == 0.5
+    )
     assert "reward/ungradable_part" not in metrics and metrics["reward/accuracy"] == 0.5
 
 
@@ -668,5 +820,9 @@ def test_a_fault_is_logged_once_with_the_traceback_of_the_users_code(processor, 
         assert len(summary.errors) == 4
     (record,) = [record for record in caplog.records if record.name == "rlinf_vl.rollout.fault_log"]
     text = record.getMessage()
-    assert text.count("Traceback") == 1 and "return 1 / 0" in text and "ZeroDivisionError: division by zero" in text
+    assert (
+        text.count("Traceback") == 1
+        and "return 1 / 0" in text
+        and "ZeroDivisionError: division by zero" in text
+    )
     assert "rlinf_vl/rollout/" not in text and "\x1b[" not in text

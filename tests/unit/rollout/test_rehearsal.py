@@ -127,13 +127,17 @@ def test_a_reward_that_always_fails_ends_a_start_and_takes_no_name(prepared, nam
     assert main(["train", "toy-grpo-cpu", *prepared, functions]) == 2
     said = capfd.readouterr().err
     assert reason in said and "reward.functions[0]" in said
-    assert said.count("Traceback") == (name == "fails"), "one of an error in the user's function, by no means four"
+    assert said.count("Traceback") == (name == "fails"), (
+        "one of an error in the user's function, by no means four"
+    )
     assert "\x1b[" not in said
     assert not [path for path in Path("out").glob("*") if path.is_dir()]
 
 
 def test_a_reward_that_fails_on_some_answers_or_pays_all_is_told(prepared):
-    (warning,) = rehearsed(prepared, "reward.functions=[{function: mine.py:fails_on_words}]").warnings
+    (warning,) = rehearsed(
+        prepared, "reward.functions=[{function: mine.py:fails_on_words}]"
+    ).warnings
     assert "failed on" in warning and "of 8 answers" in warning and "ValueError" in warning
     (warning,) = rehearsed(prepared, "reward.functions=[{function: mine.py:pays_all}]").warnings
     assert "get the same reward, 1" in warning
@@ -157,13 +161,21 @@ def test_a_mistake_in_an_environment_is_found(prepared, name, reason):
 
 
 def test_an_environment_that_hangs_is_told_and_not_waited_for(prepared):
-    (warning,) = rehearsed(prepared, "rollout.env_class=mine.py:Hangs", "rollout.turn_timeout=0.2").warnings
+    (warning,) = rehearsed(
+        prepared, "rollout.env_class=mine.py:Hangs", "rollout.turn_timeout=0.2"
+    ).warnings
     assert "rollout.turn_timeout=0.2" in warning
 
 
 def test_prompts_that_are_all_too_long_name_the_keys(prepared):
-    limits = ["data.max_prompt_length=4", "runner.seq_length=64", "algorithm.sampling_params.max_new_tokens=8"]
-    with pytest.raises(ConfigError, match=r"none of 32 rows .* above data\.max_prompt_length=4: raise that") as caught:
+    limits = [
+        "data.max_prompt_length=4",
+        "runner.seq_length=64",
+        "algorithm.sampling_params.max_new_tokens=8",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"none of 32 rows .* above data\.max_prompt_length=4: raise that"
+    ) as caught:
         rehearsed(prepared, *limits)
     assert "data.overlong=cut" in str(caught.value)
 
@@ -171,11 +183,19 @@ def test_prompts_that_are_all_too_long_name_the_keys(prepared):
 def test_an_environment_that_grades_against_no_answer_is_refused_by_name(prepared):
     seeds = "data.train_data_paths=['seeds://64']"
     for name in ("Calculator", "GradesItself"):
-        limits = ["data.max_prompt_length=1024", "runner.seq_length=2048", "runner.max_tokens_per_mbs=2048"]
-        with pytest.raises(ConfigError, match=rf"{name} grades against the row's answer, and .* has none"):
+        limits = [
+            "data.max_prompt_length=1024",
+            "runner.seq_length=2048",
+            "runner.max_tokens_per_mbs=2048",
+        ]
+        with pytest.raises(
+            ConfigError, match=rf"{name} grades against the row's answer, and .* has none"
+        ):
             rehearsed(prepared, seeds, f"rollout.env_class=mine.py:{name}", *limits)
     assert rehearsed(prepared, seeds, "rollout.env_class=mine.py:Base").rows == 64
     with pytest.raises(ConfigError, match=r"single_turn grades against the row's answer"):
         rehearsed(prepared, seeds)
     free = "reward.functions=[{function: mine.py:pays_all}]"
-    assert rehearsed(prepared, seeds, free).rows == 64, "a function of the user's own may need no answer"
+    assert rehearsed(prepared, seeds, free).rows == 64, (
+        "a function of the user's own may need no answer"
+    )

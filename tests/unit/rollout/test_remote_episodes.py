@@ -37,8 +37,14 @@ def hang_up(handler, _):
 SPOILED = {
     1: (lambda handler, _: handler.reply(200, b'{"messages": ['), "JSONDecodeError"),
     2: (endless, "more than max_reply_bytes"),
-    3: (lambda handler, _: handler.reply(302, b"", location="http://10.0.0.1/"), "no redirect is followed"),
-    4: (lambda handler, _: handler.reply(404, b"{}"), "it was started again, or gave the episode up"),
+    3: (
+        lambda handler, _: handler.reply(302, b"", location="http://10.0.0.1/"),
+        "no redirect is followed",
+    ),
+    4: (
+        lambda handler, _: handler.reply(404, b"{}"),
+        "it was started again, or gave the episode up",
+    ),
     5: (hang_up, "doesn't answer"),
 }
 
@@ -53,9 +59,13 @@ def test_what_is_wrong_with_one_reply_is_one_trajectorys_error(toy, relay):
     sampling = SamplingParams(max_new_tokens=12, stop_ids=toy.processor.stop_ids)
 
     async def played():
-        openings = [await player.open(Problem(f"p:{g}", (), ""), [g, 6 + g], sampling, g) for g in range(6)]
+        openings = [
+            await player.open(Problem(f"p:{g}", (), ""), [g, 6 + g], sampling, g) for g in range(6)
+        ]
         player.submit(openings)
-        return await asyncio.gather(*(player.play(f"g{g}", opening) for g, opening in enumerate(openings)))
+        return await asyncio.gather(
+            *(player.play(f"g{g}", opening) for g, opening in enumerate(openings))
+        )
 
     begun = time.monotonic()
     groups = asyncio.run(played())
@@ -68,14 +78,20 @@ def test_what_is_wrong_with_one_reply_is_one_trajectorys_error(toy, relay):
         for trajectory in (good, group.trajectories[1]):
             (sequence,) = trajectory.sequences
             assert trajectory.error is None and 1 <= len(trajectory.turns) <= 3
-            assert len(sequence.images) == len(trajectory.turns) and trajectory.metrics["tries"] == len(
-                trajectory.turns
-            )
-            assert [turn.state for turn in trajectory.turns] == [f"try {k}" for k in range(len(trajectory.turns))]
+            assert len(sequence.images) == len(trajectory.turns) and trajectory.metrics[
+                "tries"
+            ] == len(trajectory.turns)
+            assert [turn.state for turn in trajectory.turns] == [
+                f"try {k}" for k in range(len(trajectory.turns))
+            ]
     summaries = [GroupSummary.of(group, toy.processor.image_token_id) for group in groups]
     assert sum(error is not None for s in summaries for error in s.errors) == len(SPOILED)
     closed = {body["id"] for path, body in relay.seen if path == "close"}
-    assert closed == {body["id"] for path, body in relay.seen if path == "start"} and len(closed) == 12
-    pictures = {image.hash for group in groups for s in group.sequences for image, _ in s.images[:1]}
+    assert (
+        closed == {body["id"] for path, body in relay.seen if path == "start"} and len(closed) == 12
+    )
+    pictures = {
+        image.hash for group in groups for s in group.sequences for image, _ in s.images[:1]
+    }
     assert len(pictures) == 6, "a group has one picture to begin with"
     assert all(np.isfinite(s.logprobs).all() for group in groups for s in group.sequences)

@@ -38,7 +38,9 @@ class Fleet:
             self.supervisor.start()
 
     def places(self, numbers):
-        return dict.fromkeys(self.places_lost, Place.GONE) | dict.fromkeys(self.places_awaited, Place.AWAITED)
+        return dict.fromkeys(self.places_lost, Place.GONE) | dict.fromkeys(
+            self.places_awaited, Place.AWAITED
+        )
 
     def begin(self, version, buckets=(), *, joinable=True, update=None, snapshot=None):
         """Begin a sync, which a `settle` ends."""
@@ -58,7 +60,11 @@ class Fleet:
 
     def make(self, number):
         self.workers.append(
-            FakeWorker(len(self.workers), poison=self.poison, **self.script.get(f"worker{len(self.workers)}", {}))
+            FakeWorker(
+                len(self.workers),
+                poison=self.poison,
+                **self.script.get(f"worker{len(self.workers)}", {}),
+            )
         )
         return self.workers[-1]
 
@@ -73,7 +79,16 @@ class FakeWorker:
     """Answers at once, or (`manual`) when the test says so; dies, or hangs, after so many groups."""
 
     def __init__(
-        self, made, *, ready=True, load=None, take=None, dies_after=None, hangs_after=None, manual=False, poison=()
+        self,
+        made,
+        *,
+        ready=True,
+        load=None,
+        take=None,
+        dies_after=None,
+        hangs_after=None,
+        manual=False,
+        poison=(),
     ):
         self.poison = poison  # groups that kill it
         self.made, self.ready, self.load, self.take = made, ready, load, take
@@ -92,7 +107,11 @@ class FakeWorker:
         await self.until(lambda: True)
         if self.dead:
             raise WorkerDied("killed")
-        answers = {"ready": lambda: self.ready, "load_weights": lambda: self.load, "take_weights": lambda: self.take}
+        answers = {
+            "ready": lambda: self.ready,
+            "load_weights": lambda: self.load,
+            "take_weights": lambda: self.take,
+        }
         result = answers.get(method, lambda: (self.made, method, *args))()
         while result == "later":  # the test says when
             await asyncio.sleep(0.001)
@@ -180,7 +199,9 @@ def test_without_a_bound_each_worker_answers_its_share_as_one_batch_one_submissi
     assert (one.batches, two.batches) == ([["a0", "a1", "a2"]], [["a3", "a4"]])
     two.answer()
     until(lambda: len(two.batches) == 2)
-    assert (len(one.batches), two.batches[1]) == (1, ["b2"]), "its next share does not wait for the other worker"
+    assert (len(one.batches), two.batches[1]) == (1, ["b2"]), (
+        "its next share does not wait for the other worker"
+    )
     one.answer()
     assert [name for name, _ in answered(second.results())] == ["b0", "b1", "b2"]
     assert [name for name, _ in answered(first.results())] == ["a0", "a1", "a2", "a3", "a4"]
@@ -191,12 +212,16 @@ def test_with_a_bound_a_worker_gets_one_more_for_each_that_it_finishes():
     submission = fleet.submit(tasks(8))
     one, two = fleet.workers
     until(lambda: one.batches and two.batches)
-    assert (one.batches, two.batches) == ([["g0", "g1"]], [["g4", "g5"]]), "four samples each, twice max_running"
+    assert (one.batches, two.batches) == ([["g0", "g1"]], [["g4", "g5"]]), (
+        "four samples each, twice max_running"
+    )
     one.answer(1)
     until(lambda: len(one.batches) == 2)
     assert one.batches[1] == ["g2"] and len(two.batches) == 1
     one.answer()
-    until(lambda: any("g7" in batch for batch in one.batches))  # it has done its share, and helps the other
+    until(
+        lambda: any("g7" in batch for batch in one.batches)
+    )  # it has done its share, and helps the other
     two.answer()
     assert len(submission.results()) == 8
 
@@ -214,15 +239,21 @@ def test_what_a_lost_worker_had_is_sent_again_also_what_had_arrived(max_running,
     fleet = Fleet(max_running=max_running, worker0={fault: after})
     results = answered(fleet.submit(tasks(6)).results())
     assert [name for name, _ in results] == [f"g{i}" for i in range(6)]
-    assert not any(group.endswith("of 0") for _, group in results), "groups of the dead worker are gone with it"
+    assert not any(group.endswith("of 0") for _, group in results), (
+        "groups of the dead worker are gone with it"
+    )
     until(lambda: len(fleet.workers) == 3)
     (report,) = fleet.reports
     reason = {"dies_after": "killed", "hangs_after": "no heartbeat for 8 s"}[fault]
-    assert report.startswith("a rollout worker is replaced and its ") and report.endswith(f"sent again: {reason}")
+    assert report.startswith("a rollout worker is replaced and its ") and report.endswith(
+        f"sent again: {reason}"
+    )
     assert [slot.restarts for slot in fleet.supervisor.slots] == [1, 0]
     assert fleet.workers[0].dead
     if max_running is None:
-        assert fleet.workers[2].batches == fleet.workers[0].batches, "the same tasks make the same batch"
+        assert fleet.workers[2].batches == fleet.workers[0].batches, (
+            "the same tasks make the same batch"
+        )
 
 
 def test_a_group_that_was_lost_comes_again():
@@ -246,7 +277,9 @@ def test_a_row_that_kills_its_workers_is_quarantined_and_no_other(max_running, n
     assert [name for name, group in results.items() if group == reason] == ["g3", "g5"]
     last = [worker.batches[-1] for worker in fleet.workers if worker.dead]
     assert ["g3"] in last and ["g5"] in last, "each was convicted alone"
-    until(lambda: all(slot.live for slot in fleet.supervisor.slots))  # the last death was reported, too
+    until(
+        lambda: all(slot.live for slot in fleet.supervisor.slots)
+    )  # the last death was reported, too
     died = len(fleet.reports)
     assert 4 <= died <= 6
     again = dict(answered(fleet.submit(tasks(8)).results()))
@@ -273,7 +306,11 @@ def test_replacements_that_fail_are_replaced_and_too_many_end_it_in_words(monkey
     starts = {"worker1": dying, "worker2": {"load": WorkerDied("no weights")}}
     fleet = Fleet(n=1, worker0={"dies_after": 0}, weights=(1,), **starts)
     assert len(fleet.submit(tasks(2)).results()) == 2
-    assert [report.rsplit(": ")[1] for report in fleet.reports] == ["killed", "no start", "no weights"]
+    assert [report.rsplit(": ")[1] for report in fleet.reports] == [
+        "killed",
+        "no start",
+        "no weights",
+    ]
     monkeypatch.setattr(module, "MAX_DEATHS", 2)
     fleet = Fleet(n=1, worker0={"dies_after": 0}, worker1=dying, worker2=dying)
     with pytest.raises(WorkersLost, match="3 rollout workers failed of late.*: no start"):
@@ -427,7 +464,12 @@ def test_a_place_that_is_lost_while_its_worker_is_replaced(told):
 
 @pytest.mark.parametrize("max_running", [None, 2])
 def test_a_worker_that_joins_gets_the_current_weights_and_then_work(max_running):
-    fleet = Fleet(max_running=max_running, weights=(7, ["bucket"]), worker0={"manual": True}, worker1={"manual": True})
+    fleet = Fleet(
+        max_running=max_running,
+        weights=(7, ["bucket"]),
+        worker0={"manual": True},
+        worker1={"manual": True},
+    )
     first = fleet.submit(tasks(12, "a"))
     until(lambda: fleet.workers[0].batches and fleet.workers[1].batches)
     chosen = fleet.supervisor.choose_receivers()  # of a sync whose members must know each other
@@ -495,7 +537,12 @@ def test_a_sync_goes_to_live_workers_only_and_one_that_starts_takes_the_newest_w
 
 def test_a_worker_that_is_ready_while_the_next_sync_waits_for_its_weights_takes_part_in_it():
     """A sync begins when its step is trained. Who only ever took what was sent last would come too late again and again."""
-    fleet = Fleet(weights=(1,), worker0={"take": "later"}, worker1={"dies_after": 0}, worker2={"load": "later"})
+    fleet = Fleet(
+        weights=(1,),
+        worker0={"take": "later"},
+        worker1={"dies_after": 0},
+        worker2={"load": "later"},
+    )
     submission = fleet.submit(tasks(4))
     until(lambda: SlotState.LOADING_WEIGHTS in fleet.states())
     update = fleet.begin(2)
@@ -560,7 +607,9 @@ def test_a_live_worker_that_does_not_take_weights_is_replaced(monkeypatch):
 
 
 def test_workers_that_start_at_the_same_time_share_one_snapshot():
-    fleet = Fleet(n=3, worker0={"dies_after": 0}, worker1={"dies_after": 0}, worker2={"dies_after": 0})
+    fleet = Fleet(
+        n=3, worker0={"dies_after": 0}, worker1={"dies_after": 0}, worker2={"dies_after": 0}
+    )
     fetched = []
 
     def snapshot():
@@ -598,7 +647,9 @@ def test_a_slot_whose_workers_die_again_and_again_is_given_up_where_others_do_it
     fleet.workers[0].dies_after = 0
     assert len(fleet.submit(tasks(90)).results()) == 90
     until(lambda: len(fleet.supervisor.slots) == 29)
-    assert "rollout worker 0 left: 9 of its workers failed, one after the other" in fleet.reports[-1]
+    assert (
+        "rollout worker 0 left: 9 of its workers failed, one after the other" in fleet.reports[-1]
+    )
 
 
 def broken(worker):
@@ -630,7 +681,9 @@ def test_the_watch_survives_what_nobody_expected_and_goes_on(monkeypatch, caplog
     until(lambda: "can't be read" in caplog.text)
     fleet.workers[1].hangs = True
     until(lambda: len(fleet.workers) >= 3 and fleet.workers[1].dead)
-    until(lambda: len(fleet.workers) == 4)  # the other one is lost, too, once nothing can be read for long
+    until(
+        lambda: len(fleet.workers) == 4
+    )  # the other one is lost, too, once nothing can be read for long
     assert any("it can't be watched: ValueError" in report for report in fleet.reports)
     for worker in fleet.workers:
         worker.answer()
@@ -665,7 +718,9 @@ def test_groups_that_are_cancelled_are_not_answered_and_the_others_are(max_runni
     fleet = Fleet(n=1, max_running=max_running, worker0={"manual": True})
     submission = fleet.submit(tasks(4))
     until(lambda: fleet.workers[0].batches)
-    fleet.supervisor.cancel(["g0", "g3"])  # the first is being answered, the last may not have been sent
+    fleet.supervisor.cancel(
+        ["g0", "g3"]
+    )  # the first is being answered, the last may not have been sent
     until(lambda: "g0" in fleet.workers[0].cancelled)
     fleet.workers[0].answer()
     assert [summary.id for summary, _ in submission] == ["g1", "g2"]
@@ -698,7 +753,13 @@ def test_acknowledged_groups_of_a_dying_worker_are_not_sampled_again():
     fleet.supervisor.release(["g2"])
     until(lambda: fleet.workers[0].released == [["g2"]])
     fleet.workers[0].dead = True
-    assert [group for _, group in submission] == ["g0 of 0", "g1 of 0", "g2 of 0", "g1 of 1", "g3 of 1"]
+    assert [group for _, group in submission] == [
+        "g0 of 0",
+        "g1 of 0",
+        "g2 of 0",
+        "g1 of 1",
+        "g3 of 1",
+    ]
     assert fleet.workers[1].batches == [["g1", "g3"]]
 
 
@@ -707,7 +768,12 @@ def test_groups_are_released_by_the_worker_that_has_them():
     results = fleet.submit(tasks(8)).results()
     fleet.supervisor.release([summary.id for summary, _ in results[:6]])
     until(lambda: sum(len(worker.released) for worker in fleet.workers) == 3)
-    assert [worker.released for worker in fleet.workers] == [[["g0", "g1"]], [["g2", "g3"]], [["g4", "g5"]], []]
+    assert [worker.released for worker in fleet.workers] == [
+        [["g0", "g1"]],
+        [["g2", "g3"]],
+        [["g4", "g5"]],
+        [],
+    ]
     fleet.supervisor.release(None)
     until(lambda: all(worker.released[-1:] == [None] for worker in fleet.workers))
 

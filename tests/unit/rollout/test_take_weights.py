@@ -20,7 +20,9 @@ class Holder:
     def load_weights(self, buckets, version):
         for bucket in buckets:
             for name, value in bucket.items():
-                self.weights[name] = torch.zeros_like(value) if name == self.loses else value.clone()
+                self.weights[name] = (
+                    torch.zeros_like(value) if name == self.loses else value.clone()
+                )
         self.version = version
 
     def fingerprint(self, names):

@@ -14,15 +14,25 @@ from rlinf_vl.observe.trajectories import layout
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import GroupSummary
 
-KNOWS = TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-KEEPS = OPENS.replace("{{ m.role }}\n", "{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{% endif %}")
+KNOWS = (
+    TURNS
+    + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
+KEEPS = OPENS.replace(
+    "{{ m.role }}\n", "{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{% endif %}"
+)
 OPENS_IF_TOLD = TURNS + "<think>\n{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
 
 
 def letters(toy, text):
     """Ids of a text by its characters."""
     return np.array(
-        [i for c in text for i in toy.processor.tokenizer(c, add_special_tokens=False)["input_ids"]], np.int32
+        [
+            i
+            for c in text
+            for i in toy.processor.tokenizer(c, add_special_tokens=False)["input_ids"]
+        ],
+        np.int32,
     )
 
 
@@ -40,7 +50,9 @@ def letters(toy, text):
         (TURNS, "", "", None, ""),
     ],
 )  # fmt: skip
-def test_what_is_thought_and_what_is_said(toy, monkeypatch, template, answer, thought, open_at, says):
+def test_what_is_thought_and_what_is_said(
+    toy, monkeypatch, template, answer, thought, open_at, says
+):
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
     found = Renderer(toy.processor).thoughts(letters(toy, answer))
     assert (found.tokens, found.open, found.reply) == (len(thought), open_at, says)
@@ -48,7 +60,9 @@ def test_what_is_thought_and_what_is_said(toy, monkeypatch, template, answer, th
 
 def test_a_token_that_ends_thoughts_and_begins_what_is_said(toy, monkeypatch):
     monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "ha")
-    whole = np.array(toy.processor.tokenizer("What", add_special_tokens=False)["input_ids"], np.int32)  # "Wh", "at"
+    whole = np.array(
+        toy.processor.tokenizer("What", add_special_tokens=False)["input_ids"], np.int32
+    )  # "Wh", "at"
     found = Renderer(toy.processor).thoughts(np.concatenate([letters(toy, "xx"), whole]))
     assert (found.tokens, found.reply) == (2 + len(whole), "t")
 
@@ -67,12 +81,18 @@ def test_the_template_is_told(toy, monkeypatch, template, mode, ends):
 @pytest.mark.parametrize(("template", "mode"), [(TURNS, "on"), (TURNS, "off"), (OPENS, "off")])
 def test_a_template_that_does_not_know_is_not_told(toy, monkeypatch, template, mode):
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
-    with pytest.raises(ConfigError, match=f"rollout.thinking.mode: {mode}, but the .* doesn't know enable_thinking"):
+    with pytest.raises(
+        ConfigError, match=f"rollout.thinking.mode: {mode}, but the .* doesn't know enable_thinking"
+    ):
         Renderer(toy.processor, mode)
 
 
-@pytest.mark.parametrize(("template", "budget", "turns"), [(OPENS, 1, 1), (OPENS, 5, 1), (OPENS, 5, 3), (KEEPS, 5, 3)])
-def test_a_thought_that_has_used_its_budget_is_closed_and_the_answer_goes_on(toy, monkeypatch, template, budget, turns):
+@pytest.mark.parametrize(
+    ("template", "budget", "turns"), [(OPENS, 1, 1), (OPENS, 5, 1), (OPENS, 5, 3), (KEEPS, 5, 3)]
+)
+def test_a_thought_that_has_used_its_budget_is_closed_and_the_answer_goes_on(
+    toy, monkeypatch, template, budget, turns
+):
     """Also where the template shows earlier thoughts as they stand, closed ones included: then the conversation is one sequence."""
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
     groups, asked, heard = thinking(toy, budget, turns, longest=40)
@@ -85,10 +105,14 @@ def test_a_thought_that_has_used_its_budget_is_closed_and_the_answer_goes_on(toy
     said_all = [r for r in heard if r]
     assert said_all and not any("think" in response for response in heard)
     assert_scored_alike(toy, groups)
-    metrics = summarize_rollout([GroupSummary.of(g, toy.processor.image_token_id) for g in groups], 1.0)
+    metrics = summarize_rollout(
+        [GroupSummary.of(g, toy.processor.image_token_id) for g in groups], 1.0
+    )
     all_turns = [turn for t in trajectories for turn in t.turn_thoughts]
     assert metrics["rollout/thoughts_closed"] == pytest.approx(len(closed) / len(all_turns))
-    assert metrics["rollout/thought_length_mean"] == pytest.approx(np.mean([thought for thought, _, _ in all_turns]))
+    assert metrics["rollout/thought_length_mean"] == pytest.approx(
+        np.mean([thought for thought, _, _ in all_turns])
+    )
     sampled = metrics["rollout/thought_length_mean"] + metrics["rollout/answer_length_mean"]
     assert sampled * len(all_turns) == pytest.approx(sum(t.n_response_tokens for t in trajectories))
     shown = layout(trajectories[0], groups[0].prefix_length, None)["turns"][0]
@@ -102,7 +126,9 @@ def test_an_answer_without_thoughts_is_drawn_whole_behind_its_first_piece(toy, m
     whole = [t for group in groups for t in group.trajectories]
     assert all(turn[0] == turn[2] == 0 for t in whole for turn in t.turn_thoughts)
     assert max(t.n_response_tokens for t in whole) > 4
-    assert "rollout/thought_length_mean" not in summarize_rollout([GroupSummary.of(g, 0) for g in groups], 1.0)
+    assert "rollout/thought_length_mean" not in summarize_rollout(
+        [GroupSummary.of(g, 0) for g in groups], 1.0
+    )
 
 
 def test_a_second_thought_has_a_budget_too(toy, monkeypatch):
@@ -112,7 +138,11 @@ def test_a_second_thought_has_a_budget_too(toy, monkeypatch):
 
     def answers(budget):
         groups, _, _ = thinking(toy, budget, 1, longest=150, temperature=5.0)
-        return [t.sequences[0].ids[t.turns[0].start : t.turns[0].end].tolist() for g in groups for t in g.trajectories]
+        return [
+            t.sequences[0].ids[t.turns[0].start : t.turns[0].end].tolist()
+            for g in groups
+            for t in g.trajectories
+        ]
 
     ((begin, _), *_) = Counter(
         i for answer in answers(None) for i in answer if i not in toy.processor.stop_ids
@@ -147,6 +177,9 @@ def test_a_thought_that_was_cut_is_closed_in_the_history(toy, monkeypatch):
         (sequence,), (first, second) = t.sequences, t.turns
         between = sequence.ids[first.end : second.start]
         closed = between[: len(closing)].tolist() == closing.tolist()
-        assert closed == (first.finish_reason == "length") and not sequence.loss_mask[first.end : second.start].any()
+        assert (
+            closed == (first.finish_reason == "length")
+            and not sequence.loss_mask[first.end : second.start].any()
+        )
         cut += closed
     assert cut

@@ -19,13 +19,20 @@ from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.transport.groups import GroupStore
 
 TOWER = "9^{9^{9^{9}}}"
-ROWS = [("What is 6 × 7?", "42"), ("And this?", TOWER), ("And this?", r"\sqrt{2}"), ("And that?", r"\boxed{6")]
+ROWS = [
+    ("What is 6 × 7?", "42"),
+    ("And this?", TOWER),
+    ("And this?", r"\sqrt{2}"),
+    ("And that?", r"\boxed{6"),
+]
 
 
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory, toy_folder):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps({"problem": p, "answer": a, "images": []}) + "\n" for p, a in ROWS))
+    path.write_text(
+        "".join(json.dumps({"problem": p, "answer": a, "images": []}) + "\n" for p, a in ROWS)
+    )
     overrides = [
         f"data.train_data_paths=[{path}]",
         "data.val_data_paths=[]",
@@ -48,12 +55,18 @@ def _store(monkeypatch):
 
 def generate(rank, *tasks):
     async def run():
-        return {summary.id: (summary, group) async for finished in rank.generate(tasks) for summary, group in finished}
+        return {
+            summary.id: (summary, group)
+            async for finished in rank.generate(tasks)
+            for summary, group in finished
+        }
 
     return asyncio.run(run())
 
 
-def test_rows_are_answered_and_one_that_can_not_be_read_is_a_group_with_the_reason(rank, monkeypatch):
+def test_rows_are_answered_and_one_that_can_not_be_read_is_a_group_with_the_reason(
+    rank, monkeypatch
+):
     class Rows(list):
         def __getitem__(self, i):
             if i == 2:
@@ -98,9 +111,15 @@ def test_faults_are_penalized_in_training_only(rank, monkeypatch):
     monkeypatch.setitem(rank.datasets, "val", rank.datasets["train"])
     player = replace(rank.player, make_env=FailingMaker(Failing), penalize_faults=True)
     monkeypatch.setattr(rank, "player", player)
-    groups = generate(rank, Task("trained", "train", 0, (1, 2)), Task("validated", "val", 0, (1, 2)))
+    groups = generate(
+        rank, Task("trained", "train", 0, (1, 2)), Task("validated", "val", 0, (1, 2))
+    )
     trained, validated = groups["trained"][0], groups["validated"][0]
-    assert trained.errors == (None, None) and len(trained.penalized) == 2 and trained.rewards == (-0.5, -0.5)
+    assert (
+        trained.errors == (None, None)
+        and len(trained.penalized) == 2
+        and trained.rewards == (-0.5, -0.5)
+    )
     assert len([error for error in validated.errors if "simulator crashed" in error]) == 2
     assert validated.penalized == ()
 
@@ -121,13 +140,20 @@ class FailingMaker:
 def test_a_tower_of_powers_in_a_box_is_a_wrong_answer(rank, monkeypatch):
     monkeypatch.setattr(rank.processor, "decode", lambda ids: rf"\boxed{{{TOWER}}}")
     summary, _ = generate(rank, Task("g", "train", 0, (1, 2)))["g"]
-    assert summary.errors == (None, None) and summary.ungradable == 2 and summary.rewards == (-0.5, -0.5)
+    assert (
+        summary.errors == (None, None)
+        and summary.ungradable == 2
+        and summary.rewards == (-0.5, -0.5)
+    )
 
 
 def test_a_reference_that_cannot_be_graded_is_the_rows_fault_and_found_by_the_filter(rank):
     found, _ = asyncio.run(rank.filter_rows("train", range(len(ROWS))))
     assert list(found.kept) == [0, 2]
-    assert {row: bad.kind for row, bad in found.bad.items()} == {1: "answer unusable", 3: "answer unusable"}
+    assert {row: bad.kind for row, bad in found.bad.items()} == {
+        1: "answer unusable",
+        3: "answer unusable",
+    }
     assert TOWER in found.bad[1].reason
 
 
@@ -141,7 +167,10 @@ def test_functions_of_a_file_see_the_row_and_what_was_sampled(tmp_path, toy_fold
         "    return [len(prompts) + one for one in level]\n"
     )
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"problem": "1 + 1?", "answer": "2", "images": [], "kind": "sum", "level": 3}) + "\n")
+    rows.write_text(
+        json.dumps({"problem": "1 + 1?", "answer": "2", "images": [], "kind": "sum", "level": 3})
+        + "\n"
+    )
     config = load_config(
         "toy-grpo-cpu",
         [
@@ -165,7 +194,9 @@ def test_functions_of_a_file_see_the_row_and_what_was_sampled(tmp_path, toy_fold
 
 
 @pytest.mark.parametrize("max_concurrent", [None, 8])
-def test_groups_cancelled_before_their_environments_are_open_are_not_sampled(rank, monkeypatch, max_concurrent):
+def test_groups_cancelled_before_their_environments_are_open_are_not_sampled(
+    rank, monkeypatch, max_concurrent
+):
     """And groups of the same names that are asked for later are another matter."""
     sampled, problem, submit = [], rank._problem, rank.engine.submit
     reading, may_read = threading.Event(), threading.Event()
@@ -238,7 +269,9 @@ class Walk:
 
 def test_an_environment_from_a_file_is_played_within_its_limits(tmp_path, toy_folder):
     rows, walk = tmp_path / "rows.jsonl", tmp_path / "walk.py"
-    rows.write_text("".join(json.dumps({"problem": p, "answer": "1", "images": []}) + "\n" for p, _ in ROWS))
+    rows.write_text(
+        "".join(json.dumps({"problem": p, "answer": "1", "images": []}) + "\n" for p, _ in ROWS)
+    )
     walk.write_text(WALK)
     overrides = [
         f"data.train_data_paths=[{rows}]",
@@ -252,12 +285,18 @@ def test_an_environment_from_a_file_is_played_within_its_limits(tmp_path, toy_fo
     ]
     rank = RolloutRank(load_config("toy-grpo-cpu", overrides), str(toy_folder), "cpu")
     walk.unlink()  # its text came with the config
-    found = generate(rank, *(Task(f"g{i}", "train", i, (4 * i, 4 * i + 1, 7), group_seed=i) for i in (0, 1, 2)))
+    found = generate(
+        rank, *(Task(f"g{i}", "train", i, (4 * i, 4 * i + 1, 7), group_seed=i) for i in (0, 1, 2))
+    )
     asyncio.run(rank.stop())
     late = f"environment: '{walk}:Walk' did not answer within 3 s"
     for i, (summary, group) in ((int(name[1]), pair) for name, pair in found.items()):
         assert summary.errors == (None, None, late) and summary.turns == (2, 2, 1)
-        assert summary.statuses == ("length", "length", "error") and summary.rewards == (1.0, 1.0, 0.0)
+        assert summary.statuses == ("length", "length", "error") and summary.rewards == (
+            1.0,
+            1.0,
+            0.0,
+        )
         assert summary.metrics == ({"seed": 4.0 * i}, {"seed": 4.0 * i + 1}, {})
         assert f"walk {i}" in rank.processor.tokenizer.decode(group.prefix)
 
@@ -266,11 +305,18 @@ def test_training_draws_a_wording_for_each_group_and_validation_shows_the_first(
     (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "x?", "answer": "3"}))
     form = RowFormat(image_keys=[], prompt_variants=["a {problem}", "b {problem}", "c {problem}"])
     rank = RolloutRank.__new__(RolloutRank)
-    rank.datasets = dict.fromkeys(("train", "val"), ProblemDataset([str(tmp_path / "rows.jsonl")], "train", form))
+    rank.datasets = dict.fromkeys(
+        ("train", "val"), ProblemDataset([str(tmp_path / "rows.jsonl")], "train", form)
+    )
 
     def asked(split: str, group_seed: int) -> str:
         problem = rank._problem(Task("g", split, 0, (1,), group_seed=group_seed))
         return problem.messages[0]["content"][0]["text"]
 
-    assert [asked("train", seed) for seed in (0, 1, 5, 2**64 - 1)] == ["a x?", "b x?", "c x?", "a x?"]
+    assert [asked("train", seed) for seed in (0, 1, 5, 2**64 - 1)] == [
+        "a x?",
+        "b x?",
+        "c x?",
+        "a x?",
+    ]
     assert {asked("val", seed) for seed in range(5)} == {"a x?"}

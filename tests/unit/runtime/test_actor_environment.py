@@ -21,7 +21,13 @@ def test_nccl_is_set_alike_for_ranks_and_engines(monkeypatch):
 def test_threads():
     assert _actor_environment(ClusterConfig())["OMP_NUM_THREADS"] == "1"
     assert _actor_environment(ClusterConfig(cpu_threads=3))["OMP_NUM_THREADS"] == "3"
-    assert [threads_beside(*host) for host in ((26, 1), (208, 8), (96, 8), (4, 8), (512, 1))] == [13, 13, 6, 1, 16]
+    assert [threads_beside(*host) for host in ((26, 1), (208, 8), (96, 8), (4, 8), (512, 1))] == [
+        13,
+        13,
+        6,
+        1,
+        16,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,11 +41,15 @@ def test_threads():
         ("auto", ["nvidia0"], "", True),
     ],
 )
-def test_malloc_keeps_freed_memory_on_cpus_only(monkeypatch, tmp_path, device, files, visible, set_malloc):
+def test_malloc_keeps_freed_memory_on_cpus_only(
+    monkeypatch, tmp_path, device, files, visible, set_malloc
+):
     for name in files:
         (tmp_path / name).touch()
     monkeypatch.setattr(launch, "GPU_FILES", (f"{tmp_path}/nvidia[0-9]*", f"{tmp_path}/kfd"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert (MALLOC.items() <= _actor_environment(ClusterConfig(device=device)).items()) is set_malloc
+    assert (
+        MALLOC.items() <= _actor_environment(ClusterConfig(device=device)).items()
+    ) is set_malloc

@@ -26,9 +26,14 @@ def checkpoint_in(folder: Path, *overrides: str) -> Path:
 
 
 def test_a_training_config_is_one_of_an_evaluation():
-    config, checkpoint = evaluated("data.train_data_paths=[/gone.parquet]", "data.rollout_batch_size=1000")
+    config, checkpoint = evaluated(
+        "data.train_data_paths=[/gone.parquet]", "data.rollout_batch_size=1000"
+    )
     assert checkpoint is None
-    assert config.runner.experiment_name == "toy-grpo-cpu-eval" and config.runner.logger.logger_backends == []
+    assert (
+        config.runner.experiment_name == "toy-grpo-cpu-eval"
+        and config.runner.logger.logger_backends == []
+    )
     assert config.data.train_data_paths == config.data.val_data_paths == ["toy"]
 
 
@@ -47,12 +52,24 @@ def test_what_can_not_be_evaluated_is_refused(tmp_path):
     made = checkpoint_in(tmp_path / "run", "rollout.model.model_path=toy-maze")
     (tmp_path / "empty").mkdir()
     for overrides, samples, match in [
-        ((f"checkpoint={tmp_path / 'empty'}",), 1, "neither a complete checkpoint nor a run's folder"),
-        ((f"checkpoint={made}",), 1, "began with toy-maze, not with rollout.model.model_path=toy; set rollout"),
+        (
+            (f"checkpoint={tmp_path / 'empty'}",),
+            1,
+            "neither a complete checkpoint nor a run's folder",
+        ),
+        (
+            (f"checkpoint={made}",),
+            1,
+            "began with toy-maze, not with rollout.model.model_path=toy; set rollout",
+        ),
         ((f"checkpoint={made}", "model=toy"), 1, "give one of them"),
         (("data.val_data_paths=[]",), 1, "data.val_data_paths: empty"),
         ((), 0, "--samples 0"),
-        (("algorithm.val_sampling_params.temperature=0",), 4, "all answers to a problem would be the same"),
+        (
+            ("algorithm.val_sampling_params.temperature=0",),
+            4,
+            "all answers to a problem would be the same",
+        ),
     ]:
         with pytest.raises(ConfigError, match=match):
             evaluated(*overrides, samples=samples)

@@ -43,7 +43,10 @@ def test_a_block_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None
 
 
 def test_a_path_that_can_not_be_written_is_named_as_it_was_given():
-    with pytest.raises(OSError, match=r"'/proc/a\.json'"), write_aside(Path("/proc/a.json")) as aside:
+    with (
+        pytest.raises(OSError, match=r"'/proc/a\.json'"),
+        write_aside(Path("/proc/a.json")) as aside,
+    ):
         aside.write_text("x")
 
 
@@ -87,14 +90,21 @@ def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(small_disk: Path) ->
     assert read_lines(path) == ([{"step": 1}], 0)
 
 
-def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(small_disk: Path, caplog) -> None:
+def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(
+    small_disk: Path, caplog
+) -> None:
     path, ballast = small_disk / "lines.jsonl", small_disk / "ballast"
     lines = LineFile(path)
     lines.append({"step": 1})
     fill(ballast)
     for step in (2, 3):
         lines.append({"step": step, "text": "x" * 8000})
-    assert caplog.text.count("lines.jsonl can't be written (No space left on device); 1 line(s) are kept") == 1
+    assert (
+        caplog.text.count(
+            "lines.jsonl can't be written (No space left on device); 1 line(s) are kept"
+        )
+        == 1
+    )
     with pytest.raises(OSError, match="No space left"):
         lines.flush()
     ballast.unlink()

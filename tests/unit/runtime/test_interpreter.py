@@ -16,8 +16,14 @@ def test_a_cluster_of_another_version_is_named_with_the_way_out(python):
         check_version_info({"ray_version": "2.9.0", "python_version": python}, "node 10.0.0.2")
     said = str(caught.value)
     assert f"the cluster at 10.0.0.1:6379 was started with Ray 2.9.0 on Python {python}" in said
-    assert f"this run has Ray {ray.__version__} on Python {sys.version.split()[0]} ({sys.executable})" in said
-    assert f"RLINF_VL_PYTHON={sys.executable} bash ray_utils/start_ray.sh" in said and "Traceback" not in said
+    assert (
+        f"this run has Ray {ray.__version__} on Python {sys.version.split()[0]} ({sys.executable})"
+        in said
+    )
+    assert (
+        f"RLINF_VL_PYTHON={sys.executable} bash ray_utils/start_ray.sh" in said
+        and "Traceback" not in said
+    )
 
 
 def test_other_errors_are_passed_on():

@@ -51,7 +51,9 @@ def test_a_write_that_fails_leaves_the_last_one(tmp_path):
         write(folder)
         raise OSError("No space left on device")
 
-    with pytest.raises(CheckpointFailed, match=r"step 2 .*No space left.*MB are free.*room for 2.*global_step_1$"):
+    with pytest.raises(
+        CheckpointFailed, match=r"step 2 .*No space left.*MB are free.*room for 2.*global_step_1$"
+    ):
         save_checkpoint(tmp_path, 2, fail, {"step": 2}, keep_last=1)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1, "what was half written is gone"
     assert find_checkpoint(tmp_path, "auto").name == "global_step_1"
@@ -72,7 +74,9 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
     folder = save_checkpoint(tmp_path, 2, write, {"step": 2}, keep_last=1)
     (folder / "controller.json").write_bytes(b'{"step": \x00')
-    with pytest.raises(ConfigError, match=r"runner\.resume_dir: .*global_step_2 is damaged .*name another"):
+    with pytest.raises(
+        ConfigError, match=r"runner\.resume_dir: .*global_step_2 is damaged .*name another"
+    ):
         load_state(folder)
 
 
@@ -82,8 +86,14 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
         (lambda f: (f / "actor/weights").write_text("v"), "actor/weights is not as it was written"),
         (lambda f: (f / "actor/weights").write_text(""), "actor/weights is not as it was written"),
         (lambda f: (f / "actor/weights").unlink(), "actor/weights is missing"),
-        (lambda f: (f / "controller.json").write_text('{"step": 5}'), "controller.json is not as it was written"),
-        (lambda f: (f / "SHA256SUMS").write_bytes(b"\xff\x00"), "SHA256SUMS is not as it was written"),
+        (
+            lambda f: (f / "controller.json").write_text('{"step": 5}'),
+            "controller.json is not as it was written",
+        ),
+        (
+            lambda f: (f / "SHA256SUMS").write_bytes(b"\xff\x00"),
+            "SHA256SUMS is not as it was written",
+        ),
         (lambda f: (f / "SHA256SUMS").write_text(""), "SHA256SUMS is not as it was written"),
     ],
 )
@@ -92,7 +102,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_before_it_is_t
     tmp_path, strike, said, named
 ):
     first, second, third, newest = (
-        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=-1) for step in (1, 2, 3, 4)
+        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=-1)
+        for step in (1, 2, 3, 4)
     )
     (third / "actor/weights").write_text("as bad")
     strike(newest)
@@ -109,12 +120,16 @@ def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_before_it_is_t
 
 def test_a_person_can_check_the_digests(tmp_path):
     folder = save_checkpoint(tmp_path, 1, write, {"step": 1}, keep_last=-1)
-    checked = subprocess.run(["sha256sum", "-c", SUMS_FILE], cwd=folder, capture_output=True, text=True)
+    checked = subprocess.run(
+        ["sha256sum", "-c", SUMS_FILE], cwd=folder, capture_output=True, text=True
+    )
     assert checked.returncode == 0 and checked.stdout == "actor/weights: OK\ncontroller.json: OK\n"
 
 
 def test_damaged_ones_are_set_aside_until_one_is_whole(tmp_path):
-    folders = [save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=-1) for step in (1, 2, 3)]
+    folders = [
+        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=-1) for step in (1, 2, 3)
+    ]
     for folder in folders[1:]:
         (folder / "actor/weights").write_text("v")
     told: list[str] = []
@@ -130,9 +145,13 @@ def test_the_best_are_kept_beside_the_last(tmp_path):
     accuracies = {10: 0.25, 20: 0.75, 30: 0.5, 40: 0.75, 60: 0.1}
     for step in range(10, 80, 10):
         known = {at: value for at, value in accuracies.items() if at <= step}
-        save_checkpoint(tmp_path, step, write, {"step": step}, keep_last=2, keep_best=1, accuracies=known)
+        save_checkpoint(
+            tmp_path, step, write, {"step": step}, keep_last=2, keep_best=1, accuracies=known
+        )
     assert [step for step, _ in checkpoints(tmp_path)] == [20, 60, 70]
-    save_checkpoint(tmp_path, 80, write, {}, keep_last=1, keep_best=2, accuracies=accuracies | {80: 0.9})
+    save_checkpoint(
+        tmp_path, 80, write, {}, keep_last=1, keep_best=2, accuracies=accuracies | {80: 0.9}
+    )
     assert [step for step, _ in checkpoints(tmp_path)] == [20, 80]
 
 
@@ -182,7 +201,9 @@ def test_a_crash_while_a_step_is_saved_again_loses_no_checkpoint(tmp_path, monke
 
 
 @pytest.mark.parametrize("place", ["disk", "store"])
-def test_a_process_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, place):
+def test_a_process_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path, place
+):
     """It ends before each of its calls that change files, one after another, until a save has none left."""
     home = tmp_path if place == "disk" else UPath(f"file://{tmp_path}")
     first = save_checkpoint(home, 1, write, {"step": 1}, keep_last=1)
@@ -209,7 +230,9 @@ def test_a_process_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpo
         newest = find_checkpoint(home, "auto")
         step = load_state(newest)["step"]
         seen.add(step)
-        assert len(list((home / "checkpoints").iterdir())) == len(checkpoints(home)), "nothing half written is left"
+        assert len(list((home / "checkpoints").iterdir())) == len(checkpoints(home)), (
+            "nothing half written is left"
+        )
         shutil.rmtree(tmp_path / "checkpoints")
         save_checkpoint(home, 1, write, {"step": 1}, keep_last=1)
     assert seen == {1, 2} and moment > 5 and first.exists() is False

@@ -28,7 +28,9 @@ def written(folder: str) -> dict[str, str]:
 
 
 def configured(tmp_path, *overrides):
-    return load_config("toy-grpo-cpu", [f"runner.output_dir={tmp_path}", "runner.experiment_name=run", *overrides])
+    return load_config(
+        "toy-grpo-cpu", [f"runner.output_dir={tmp_path}", "runner.experiment_name=run", *overrides]
+    )
 
 
 def opened(tmp_path, *overrides):
@@ -56,7 +58,11 @@ def trained(tmp_path, last, *overrides, every=2):
 
 
 def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def train(*arguments):
@@ -94,7 +100,9 @@ def test_a_name_that_is_run_again_keeps_each_former_run_whole(tmp_path, caplog):
         assert read_run(tmp_path / f"run.previous-{run}").name == f"run.previous-{run}"
     assert sorted(content(fresh)) == ["config.yaml", "events.jsonl"]
     (event,) = happened(fresh)
-    assert event["kind"] == "folder_set_aside" and str(tmp_path / "run.previous-2") in event["message"]
+    assert (
+        event["kind"] == "folder_set_aside" and str(tmp_path / "run.previous-2") in event["message"]
+    )
     assert event["message"] in caplog.text
 
 
@@ -114,17 +122,23 @@ def test_a_start_that_failed_before_its_first_step_takes_no_number(tmp_path):
     (folder / "status.json").write_text(json.dumps({"state": "failed"}))
     (folder / "notes.md").write_text("mine")
     opened(tmp_path)
-    assert (tmp_path / "run.previous-1/notes.md").exists(), "what somebody else has put there is kept"
+    assert (tmp_path / "run.previous-1/notes.md").exists(), (
+        "what somebody else has put there is kept"
+    )
 
 
-def test_auto_without_a_checkpoint_sets_a_used_folder_aside_and_leaves_a_strange_one_alone(tmp_path):
+def test_auto_without_a_checkpoint_sets_a_used_folder_aside_and_leaves_a_strange_one_alone(
+    tmp_path,
+):
     trained(tmp_path, 1)
     folder, checkpoint = opened(tmp_path, "runner.resume_dir=auto")
     assert checkpoint is None and (tmp_path / "run.previous-1/metrics.jsonl").exists()
     assert not (folder / "metrics.jsonl").exists()
     other = tmp_path / "other"
     other.mkdir()
-    (other / "slurm.log").write_text("mine")  # who redirects a run's output there must not lose sight of it
+    (other / "slurm.log").write_text(
+        "mine"
+    )  # who redirects a run's output there must not lose sight of it
     config = configured(tmp_path, "runner.experiment_name=other")
     open_folder(config, other, None, EventLog(other).add)
     assert (other / "slurm.log").exists() and not happened(other)
@@ -139,13 +153,25 @@ def test_a_resume_goes_on_in_the_folder_and_names_the_keys_that_changed(tmp_path
     before = content(folder)
     opened(tmp_path, "runner.resume_dir=auto")
     after = content(folder)
-    assert after.keys() == before.keys() and not happened(folder), "nothing has changed but resume_dir"
+    assert after.keys() == before.keys() and not happened(folder), (
+        "nothing has changed but resume_dir"
+    )
 
-    opened(tmp_path, "runner.resume_dir=auto", "actor.optim.lr=0.125", "runner.max_steps=9", "data.image_keys=[a,b]")
+    opened(
+        tmp_path,
+        "runner.resume_dir=auto",
+        "actor.optim.lr=0.125",
+        "runner.max_steps=9",
+        "data.image_keys=[a,b]",
+    )
     (event,) = happened(folder)
     assert (event["step"], event["kind"]) == (4, "config_changed")
     assert event["message"].startswith("keys that are not as they were: ")
-    for part in ("actor.optim.lr: 0.0005 → 0.125", "→ 9", "data.image_keys: ['images'] → ['a', 'b']"):
+    for part in (
+        "actor.optim.lr: 0.0005 → 0.125",
+        "→ 9",
+        "data.image_keys: ['images'] → ['a', 'b']",
+    ):
         assert part in event["message"] and part in caplog.text
     assert load_config(str(folder / "config.yaml")).actor.optim.lr == 0.125
     assert load_config(str(folder / "config.previous-1.yaml")).actor.optim.lr == 0.0005
@@ -163,7 +189,10 @@ def test_going_back_sets_the_newer_branch_aside_and_auto_goes_on_with_the_new_on
     assert sorted(path.name for path in (aside / "trajectories").iterdir()) == [
         f"step_{step}.parquet" for step in (3, 4, 5, 6)
     ]
-    assert sorted(path.name for path in (folder / "trajectories").iterdir()) == ["step_1.parquet", "step_2.parquet"]
+    assert sorted(path.name for path in (folder / "trajectories").iterdir()) == [
+        "step_1.parquet",
+        "step_2.parquet",
+    ]
     assert (aside / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
     assert (aside / "images").resolve() == folder / "images"
     run = read_run(aside)
@@ -177,7 +206,9 @@ def test_going_back_sets_the_newer_branch_aside_and_auto_goes_on_with_the_new_on
     assert [step for step, _ in checkpoints(folder / "abandoned-2")] == [4]
 
 
-@pytest.mark.parametrize("place", ["another run", "this name's former run", "a branch that was left"])
+@pytest.mark.parametrize(
+    "place", ["another run", "this name's former run", "a branch that was left"]
+)
 def test_a_checkpoint_from_elsewhere_starts_a_folder_of_its_own(tmp_path, place):
     """The folder that the checkpoint is in stays as it is, whatever is set aside."""
     if place == "another run":
@@ -192,7 +223,9 @@ def test_a_checkpoint_from_elsewhere_starts_a_folder_of_its_own(tmp_path, place)
         opened(tmp_path, f"runner.resume_dir={folder}/checkpoints/global_step_2")
         source = folder / "abandoned-1"
     before = content(source)
-    folder, checkpoint = opened(tmp_path, f"runner.resume_dir={source}/checkpoints/global_step_4", "runner.seed=77")
+    folder, checkpoint = opened(
+        tmp_path, f"runner.resume_dir={source}/checkpoints/global_step_4", "runner.seed=77"
+    )
     assert checkpoint is not None and load_state(checkpoint) == {"step": 4, "last": 4}
     assert content(checkpoint.parents[1]) == before
     assert sorted(content(folder)) == ["config.yaml", "events.jsonl"]
@@ -213,7 +246,11 @@ def test_a_relative_checkpoint_is_looked_for_where_the_user_stands(tmp_path, mon
 def test_nothing_left_is_said_and_changes_nothing(tmp_path):
     folder = trained(tmp_path, 4)
     before = content(folder)
-    overrides = [f"runner.output_dir={tmp_path}", "runner.experiment_name=run", "runner.resume_dir=auto"]
+    overrides = [
+        f"runner.output_dir={tmp_path}",
+        "runner.experiment_name=run",
+        "runner.resume_dir=auto",
+    ]
     code, output = train(*overrides, "runner.max_steps=4")
     assert code == 0 and "nothing left: step 4 of 4; raise runner.max_steps" in output
     assert content(folder) == before
@@ -232,7 +269,9 @@ with locked(Path(sys.argv[1])):
 @pytest.fixture
 def holder(tmp_path):
     """A process that has the lock of tmp_path/run."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "has it\n"
     yield process
     process.kill()
@@ -243,10 +282,17 @@ def test_a_folder_in_use_is_refused_with_who_uses_it_and_stays_as_it_is(tmp_path
     folder = trained(tmp_path, 2)
     before = content(tmp_path)
     for resume in ("null", "auto"):
-        overrides = [f"runner.output_dir={tmp_path}", "runner.experiment_name=run", f"runner.resume_dir={resume}"]
+        overrides = [
+            f"runner.output_dir={tmp_path}",
+            "runner.experiment_name=run",
+            f"runner.resume_dir={resume}",
+        ]
         code, message = train(*overrides)
         assert code == 2
-        assert f"{folder} is in use by another run: process {holder.pid} on {platform.node()}" in message
+        assert (
+            f"{folder} is in use by another run: process {holder.pid} on {platform.node()}"
+            in message
+        )
         assert "runner.experiment_name" in message and "Traceback" not in message
     assert content(tmp_path) == before
 
@@ -263,7 +309,11 @@ def test_a_lock_ends_with_its_process_and_with_its_run(tmp_path, holder, caplog)
             time.sleep(0.05)
     with pytest.raises(KeyboardInterrupt), locked(tmp_path / "run"):
         raise KeyboardInterrupt
-    with locked(tmp_path / "run"), pytest.raises(ConfigError, match="in use"), locked(tmp_path / "run"):
+    with (
+        locked(tmp_path / "run"),
+        pytest.raises(ConfigError, match="in use"),
+        locked(tmp_path / "run"),
+    ):
         pass
     assert (tmp_path / ".run.lock").read_text() == "" and not caplog.text
 
@@ -275,7 +325,9 @@ def test_a_lock_left_on_another_host_is_warned_of(tmp_path, caplog):
         assert "process 7 on elsewhere" in caplog.text
 
 
-def test_a_file_system_without_locks_is_warned_of_and_an_unwritable_folder_refused(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_is_warned_of_and_an_unwritable_folder_refused(
+    tmp_path, monkeypatch, caplog
+):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match=r"runner\.output_dir: .*file can't be written"),

@@ -45,7 +45,10 @@ def test_a_grace_period_ends_it_in_time(request_, caplog):
         while time.monotonic() < began + 30:
             time.sleep(0.01)
     assert request_.number == signal.SIGTERM
-    assert "within 0.5 s (runner.grace_period)" in caplog.text and "0.5 s do not suffice" in caplog.text
+    assert (
+        "within 0.5 s (runner.grace_period)" in caplog.text
+        and "0.5 s do not suffice" in caplog.text
+    )
 
 
 def test_a_run_that_ends_in_time_leaves_no_signal_behind():

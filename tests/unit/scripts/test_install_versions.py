@@ -12,7 +12,9 @@ import pytest
 from rlinf_vl.preflight import packages
 
 ROOT = Path(__file__).resolve().parents[3]
-TORCH = re.findall(r"^TORCH_DEFAULT=(\S+)", (ROOT / "requirements/install.sh").read_text(), re.MULTILINE)[0]
+TORCH = re.findall(
+    r"^TORCH_DEFAULT=(\S+)", (ROOT / "requirements/install.sh").read_text(), re.MULTILINE
+)[0]
 NEWER = "2.15.0"
 #: Distribution → module of what `verify` looks at, beside torch.
 OTHERS = {
@@ -58,8 +60,12 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str], requires
     with zipfile.ZipFile(folder / f"{stem}-{version}-py3-none-any.whl", "w") as archive:
         for path, text in files.items():
             archive.writestr(path, text)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
 
 
@@ -68,7 +74,10 @@ def add_torch(wheels: Path, version: str) -> None:
         wheels,
         "torch",
         version,
-        {"torch/__init__.py": TORCH_CODE.format(version=version), "torch/version.py": "cuda = None"},
+        {
+            "torch/__init__.py": TORCH_CODE.format(version=version),
+            "torch/version.py": "cuda = None",
+        },
     )
 
 
@@ -96,8 +105,14 @@ class Tree:
         for name, module in OTHERS.items():
             wheel(self.wheels, name, "1.0", {f"{module}/__init__.py": ""})
         add_torch(self.wheels, TORCH)
-        pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "TORCH_"))} | pip
+        pip = {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheels),
+            "PIP_CONFIG_FILE": os.devnull,
+        }
+        self.environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "TORCH_"))
+        } | pip
         self.environment["PYTHON"] = sys.executable
 
     def run(self, *command: str | Path) -> str:
@@ -126,11 +141,15 @@ class Tree:
 def test_what_another_pip_moved_is_told_and_put_back_and_no_broken_torchvision_stays(tmp_path):
     tree = Tree(tmp_path)
     fitting = f"0.{int(TORCH.split('.')[1]) + 15}.0"
-    add_torchvision(tree.wheels, fitting, "2.13.0+cu130")  # as PyPI's is beside a CPU torch: transformers fails with it
+    add_torchvision(
+        tree.wheels, fitting, "2.13.0+cu130"
+    )  # as PyPI's is beside a CPU torch: transformers fails with it
     said = tree.install()
     assert "none for this torch can be had here" in said
     assert tree.version("torchvision") is None and tree.version("torch") == TORCH
-    assert f"pip install --no-deps 'torchvision=={fitting[:-1]}*'" in said.replace("--retries 0 ", "")
+    assert f"pip install --no-deps 'torchvision=={fitting[:-1]}*'" in said.replace(
+        "--retries 0 ", ""
+    )
     assert "nothing to do" in tree.install()
     # As a user does who reads "wants torchvision".
     for torch, torchvision in ((TORCH, fitting), (NEWER, "0.30.0")):
@@ -139,12 +158,18 @@ def test_what_another_pip_moved_is_told_and_put_back_and_no_broken_torchvision_s
     wheel(tree.wheels, "transformers", "2.0", {"transformers/__init__.py": ""})
     tree.pip("install", "torchvision")
     tree.pip("install", "-U", "transformers")
-    assert (tree.version("torch"), tree.version("transformers")) == (NEWER, "2.0"), "nothing moved, nothing is tested"
+    assert (tree.version("torch"), tree.version("transformers")) == (NEWER, "2.0"), (
+        "nothing moved, nothing is tested"
+    )
     stamp = tree.venv / packages.STAMP
-    said = tree.run(tree.venv / "bin/python", "-P", tree.root / "rlinf_vl/preflight/packages.py", "moved", stamp)
+    said = tree.run(
+        tree.venv / "bin/python", "-P", tree.root / "rlinf_vl/preflight/packages.py", "moved", stamp
+    )
     assert said.splitlines() == [f"torch {TORCH} {NEWER}", "transformers 1.0 2.0"]
     said = tree.install()
-    assert f"moved since it was made: torch {TORCH} -> {NEWER}" in said and "nothing to do" not in said
+    assert (
+        f"moved since it was made: torch {TORCH} -> {NEWER}" in said and "nothing to do" not in said
+    )
     assert (tree.version("torch"), tree.version("transformers")) == (TORCH, "1.0")
     assert tree.version("torchvision") == fitting
     assert "nothing to do" in tree.install()
@@ -168,7 +193,9 @@ def test_the_command_leaves_torch_alone_and_the_docs_give_it(monkeypatch):
     versions = {"torch": TORCH}
     monkeypatch.setattr(packages, "installed_version", versions.get)
     command = packages.torchvision_command()
-    assert "--no-deps" in command and command.endswith(f"'torchvision==0.{int(TORCH.split('.')[1]) + 15}.*'")
+    assert "--no-deps" in command and command.endswith(
+        f"'torchvision==0.{int(TORCH.split('.')[1]) + 15}.*'"
+    )
     assert f"`.venv/bin/{command}`" in " ".join((ROOT / "docs/checkpoints.md").read_text().split())
     versions["torch"] = "2.13.0+cpu"
     assert "--index-url https://download.pytorch.org/whl/cpu " in packages.torchvision_command()
@@ -182,5 +209,10 @@ def test_no_place_asks_for_a_torchvision_that_moves_torch():
         ROOT / "README.md",
         *ROOT.glob("benchmarks/**/*.py"),
     ]
-    lines = [(file.name, line) for file in files for line in file.read_text().splitlines() if asking.search(line)]
+    lines = [
+        (file.name, line)
+        for file in files
+        for line in file.read_text().splitlines()
+        if asking.search(line)
+    ]
     assert all("replaces torch" in line for _, line in lines), lines

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.runtime.cluster import MARK, NodeRecord, cluster_to_join, read_record, record_path, write_private
+from rlinf_vl.runtime.cluster import (
+    MARK,
+    NodeRecord,
+    cluster_to_join,
+    read_record,
+    record_path,
+    write_private,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = (
@@ -80,8 +87,14 @@ def test_a_launch_that_cannot_be_right_ends_with_its_reason_and_stops_what_is_th
             {"RAY_INTERFACE": "eth77"},
             "RAY_INTERFACE=eth77: no such interface with an IPv4 address; this machine has lo",
         ),
-        ({"RAY_NODE_IP": "203.0.113.9"}, "RAY_NODE_IP=203.0.113.9 is not an address of this machine"),
-        ({"RAY_NODE_IP": "127.0.0.1", "WORLD_SIZE": "2", "RAY_HEAD_FILE": "head"}, "cannot reach 127.0.0.1"),
+        (
+            {"RAY_NODE_IP": "203.0.113.9"},
+            "RAY_NODE_IP=203.0.113.9 is not an address of this machine",
+        ),
+        (
+            {"RAY_NODE_IP": "127.0.0.1", "WORLD_SIZE": "2", "RAY_HEAD_FILE": "head"},
+            "cannot reach 127.0.0.1",
+        ),
         (
             {"RAY_INTERFACE": "lo", "RAY_AUTH_TOKEN_PATH": "/no/such"},
             "RAY_AUTH_TOKEN_PATH=/no/such is no readable file",
@@ -97,7 +110,13 @@ def test_start_refuses(settings: dict[str, str], said: str, tmp_path: Path, monk
 
 def test_check_gives_up_in_time(closed_port: int):
     start = time.monotonic()
-    done = bash("check_ray.sh", "1", MASTER_ADDR="127.0.0.1", RAY_PORT=str(closed_port), RAY_WAIT_TIMEOUT="1")
+    done = bash(
+        "check_ray.sh",
+        "1",
+        MASTER_ADDR="127.0.0.1",
+        RAY_PORT=str(closed_port),
+        RAY_WAIT_TIMEOUT="1",
+    )
     assert done.returncode == 1
     assert f"gave up after 1 s: no Ray head answers at 127.0.0.1:{closed_port}" in done.stderr
     assert time.monotonic() - start < 20
@@ -105,15 +124,26 @@ def test_check_gives_up_in_time(closed_port: int):
 
 def test_start_names_a_stale_head_file(closed_port: int, tmp_path: Path):
     (tmp_path / "head").write_text(f"127.0.0.1:{closed_port}\n")
-    settings = {"RANK": "1", "WORLD_SIZE": "2", "RAY_HEAD_FILE": str(tmp_path / "head"), "RAY_WAIT_TIMEOUT": "0"}
+    settings = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "RAY_HEAD_FILE": str(tmp_path / "head"),
+        "RAY_WAIT_TIMEOUT": "0",
+    }
     done = bash("start_ray.sh", **settings)
     assert done.returncode == 1
-    assert f"names 127.0.0.1:{closed_port}, where no Ray head answers from 127.0.0.1 (left by an earlier" in done.stderr
+    assert (
+        f"names 127.0.0.1:{closed_port}, where no Ray head answers from 127.0.0.1 (left by an earlier"
+        in done.stderr
+    )
 
 
 def test_stop_where_nothing_was_started():
     done = bash("stop_ray.sh")
-    assert (done.returncode, done.stderr) == (0, "") and "started nothing on this node" in done.stdout
+    assert (done.returncode, done.stderr) == (
+        0,
+        "",
+    ) and "started nothing on this node" in done.stdout
 
 
 def test_a_python_without_ray_is_named(tmp_path: Path):
@@ -134,7 +164,13 @@ def rendezvous(monkeypatch):
     import rendezvous
 
     networks = {"lo": ["127.0.0.1"], "eth1": ["10.0.0.5"], "ib0": ["10.1.0.5"]}
-    names = {"localhost": "127.0.0.1", "eth": "10.0.0.5", "ib": "10.1.0.5", "node0": "127.0.1.1", "vip": "10.9.9.9"}
+    names = {
+        "localhost": "127.0.0.1",
+        "eth": "10.0.0.5",
+        "ib": "10.1.0.5",
+        "node0": "127.0.1.1",
+        "vip": "10.9.9.9",
+    }
     monkeypatch.setattr(rendezvous, "interfaces", lambda: networks)
     monkeypatch.setattr(rendezvous, "route_to", lambda ip: "10.0.0.5")
     monkeypatch.setattr(rendezvous, "resolve", names.get)
@@ -166,10 +202,15 @@ def test_the_address_of_the_head(rendezvous, monkeypatch, settings: dict[str, st
             {"MASTER_ADDR": "eth", "RAY_INTERFACE": "ib0"},
             "look for the head at MASTER_ADDR=eth (10.0.0.5), but 10.1.0.5",
         ),
-        ({"RAY_INTERFACE": "lo"}, "the other nodes cannot reach 127.0.0.1; this machine has lo (127.0.0.1), eth1"),
+        (
+            {"RAY_INTERFACE": "lo"},
+            "the other nodes cannot reach 127.0.0.1; this machine has lo (127.0.0.1), eth1",
+        ),
     ],
 )
-def test_an_address_that_the_others_do_not_reach(rendezvous, monkeypatch, capsys, settings: dict[str, str], said: str):
+def test_an_address_that_the_others_do_not_reach(
+    rendezvous, monkeypatch, capsys, settings: dict[str, str], said: str
+):
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
@@ -183,7 +224,9 @@ def test_without_a_default_route(rendezvous, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         rendezvous.head_ip(2)
     assert "choose with RAY_INTERFACE" in capsys.readouterr().err
-    monkeypatch.setattr(rendezvous, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth1": ["10.0.0.5"]})
+    monkeypatch.setattr(
+        rendezvous, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth1": ["10.0.0.5"]}
+    )
     assert rendezvous.head_ip(2) == "10.0.0.5"
 
 
@@ -194,7 +237,9 @@ def test_where_the_token_comes_from(rendezvous, monkeypatch, tmp_path: Path):
     assert rendezvous.new_token() == home == (tmp_path / "home/.ray/auth_token").read_text()
     assert rendezvous.token_for("10.0.0.5:6379")[0] == home
     monkeypatch.setenv("RAY_HEAD_FILE", str(tmp_path / "head"))
-    assert len({home, rendezvous.new_token(), rendezvous.new_token()}) == 3, "a new one for each cluster"
+    assert len({home, rendezvous.new_token(), rendezvous.new_token()}) == 3, (
+        "a new one for each cluster"
+    )
     write_private(tmp_path / "head.token", "shared")
     assert rendezvous.token_for("10.0.0.5:6379") == ("shared", f"{tmp_path}/head.token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "home/.ray/auth_token"))
@@ -207,7 +252,9 @@ def test_where_the_token_comes_from(rendezvous, monkeypatch, tmp_path: Path):
     assert rendezvous.token_for("10.0.0.5:6379")[0] == rendezvous.new_token() == "given"
 
 
-def test_the_token_of_the_node_that_was_started_here(rendezvous, monkeypatch, raylet: int, tmp_path: Path):
+def test_the_token_of_the_node_that_was_started_here(
+    rendezvous, monkeypatch, raylet: int, tmp_path: Path
+):
     kept = record_path().with_suffix(".token")
     write_private(kept, "kept")
     NodeRecord("10.0.0.5:6379", "10.0.0.5", "aa", raylet, "m1", 0, str(kept)).save()
@@ -245,12 +292,17 @@ def test_a_node_that_was_started_here_is_joined_with_its_token(raylet: int, open
 
 
 @pytest.mark.parametrize(
-    ("field", "said"), [("pid", "has ended"), ("mark", "has ended"), ("port", "its head does not answer")]
+    ("field", "said"),
+    [("pid", "has ended"), ("mark", "has ended"), ("port", "its head does not answer")],
 )
-def test_a_dead_one_is_not(raylet: int, open_port: int, closed_port: int, field: str, said: str, caplog):
+def test_a_dead_one_is_not(
+    raylet: int, open_port: int, closed_port: int, field: str, said: str, caplog
+):
     """Its raylet is gone, another process got the raylet's id, or its head is gone."""
     pid = 2**22 + 1 if field == "pid" else raylet  # beyond the kernel's largest
-    record(closed_port if field == "port" else open_port, pid, "m0" if field == "mark" else "m1").save()
+    record(
+        closed_port if field == "port" else open_port, pid, "m0" if field == "mark" else "m1"
+    ).save()
     environment = {}
     assert cluster_to_join("auto", environment) == (None, None)
     assert environment == {"RAY_AUTH_MODE": "token"}
@@ -275,7 +327,9 @@ def test_a_cluster_that_is_named_comes_before_the_one_started_here(raylet: int, 
     assert cluster_to_join("auto", environment) == ("10.0.0.5:6379", None)
     assert cluster_to_join("10.0.0.6:6379", environment) == ("10.0.0.6:6379", None)
     assert environment == {"RAY_ADDRESS": "10.0.0.5:6379"}, "its token is the user's"
-    named = {"RAY_ADDRESS": "auto"}  # for Ray that is any cluster on this machine, somebody's private one too
+    named = {
+        "RAY_ADDRESS": "auto"
+    }  # for Ray that is any cluster on this machine, somebody's private one too
     assert cluster_to_join("auto", named) == (f"127.0.0.1:{open_port}", "127.0.0.1")
 
 

@@ -14,12 +14,22 @@ RUN = ROOT / "examples/reasoning/run_main_grpo_vqa.sh"
 SCRIPTS = sorted([*ROOT.glob("*/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / ".ci/run"])
 
 
-def bash(script: Path, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+def bash(
+    script: Path, *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess:
     """Run a script without this test's own Python; whatever it starts is bounded by a minute."""
-    env = {name: value for name, value in os.environ.items() if name != "RLINF_VL_PYTHON"} | environment
+    env = {
+        name: value for name, value in os.environ.items() if name != "RLINF_VL_PYTHON"
+    } | environment
     command = ["bash", str(script), *arguments]
     return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        command,
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
     )
 
 
@@ -108,24 +118,46 @@ def test_install_names_a_driver_that_sglang_can_not_use(tmp_path: Path):
     path = nvidia_smi(tmp_path, "575.57.08")
     install = [ROOT / "requirements/install.sh", "--sglang", "--venv", str(tmp_path / "env")]
     done = bash(*install, PATH=path)
-    assert done.returncode == 1 and "NVIDIA driver 575.57.08 is too old" in done.stderr and "580" in done.stderr
+    assert (
+        done.returncode == 1
+        and "NVIDIA driver 575.57.08 is too old" in done.stderr
+        and "580" in done.stderr
+    )
     assert not list(tmp_path.glob("env*"))
 
 
-@pytest.mark.parametrize("driver", ["580.65.06", "NVIDIA-SMI has failed because it could not communicate"])
-def test_install_goes_on_with_a_newer_driver_or_one_that_does_not_answer(tmp_path: Path, driver: str):
+@pytest.mark.parametrize(
+    "driver", ["580.65.06", "NVIDIA-SMI has failed because it could not communicate"]
+)
+def test_install_goes_on_with_a_newer_driver_or_one_that_does_not_answer(
+    tmp_path: Path, driver: str
+):
     path = nvidia_smi(tmp_path, driver)
     no_python = tmp_path / "python"  # where the script ends that goes on
     done = bash(
-        ROOT / "requirements/install.sh", "--sglang", "--venv", str(tmp_path / "env"), PATH=path, PYTHON=str(no_python)
+        ROOT / "requirements/install.sh",
+        "--sglang",
+        "--venv",
+        str(tmp_path / "env"),
+        PATH=path,
+        PYTHON=str(no_python),
     )
-    assert done.returncode == 1 and "driver" not in done.stderr and f"PYTHON={no_python} is no Python" in done.stderr
+    assert (
+        done.returncode == 1
+        and "driver" not in done.stderr
+        and f"PYTHON={no_python} is no Python" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.17", "0.5.22.post1"])
 def test_install_refuses_an_sglang_that_the_engine_would_refuse(tmp_path: Path, version: str):
-    done = bash(ROOT / "requirements/install.sh", "--sglang", version, "--venv", str(tmp_path / "env"))
-    assert done.returncode == 1 and f"SGLang {version} is too old; --sglang 0.5.23 is the oldest" in done.stderr
+    done = bash(
+        ROOT / "requirements/install.sh", "--sglang", version, "--venv", str(tmp_path / "env")
+    )
+    assert (
+        done.returncode == 1
+        and f"SGLang {version} is too old; --sglang 0.5.23 is the oldest" in done.stderr
+    )
     assert not (tmp_path / "env").exists()
 
 
@@ -137,8 +169,13 @@ def test_every_place_names_the_version_of_sglang_that_the_engine_takes():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["sglang"] == [f"sglang>={OLDEST}"]
-    for file, name in [("requirements/install.sh", "SGLANG_DEFAULT"), ("docker/Dockerfile.cuda", "SGLANG_VERSION")]:
-        assert re.findall(rf"^(?:ARG )?{name}=(\S+)", (ROOT / file).read_text(), re.MULTILINE) == [OLDEST]
+    for file, name in [
+        ("requirements/install.sh", "SGLANG_DEFAULT"),
+        ("docker/Dockerfile.cuda", "SGLANG_VERSION"),
+    ]:
+        assert re.findall(rf"^(?:ARG )?{name}=(\S+)", (ROOT / file).read_text(), re.MULTILINE) == [
+            OLDEST
+        ]
 
 
 def test_pyproject_and_base_requirements_name_the_same():
@@ -146,11 +183,20 @@ def test_pyproject_and_base_requirements_name_the_same():
     import tomllib
 
     def names(lines):
-        return sorted(m[0].lower() for line in lines if (m := re.match(r"[A-Za-z0-9_.-]+(\[[a-z]+\])?", line.strip())))
+        return sorted(
+            m[0].lower()
+            for line in lines
+            if (m := re.match(r"[A-Za-z0-9_.-]+(\[[a-z]+\])?", line.strip()))
+        )
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for file, declared in [("base", project["dependencies"]), ("dev", project["optional-dependencies"]["dev"])]:
-        assert names((ROOT / f"requirements/{file}.txt").read_text().splitlines()) == names(declared)
+    for file, declared in [
+        ("base", project["dependencies"]),
+        ("dev", project["optional-dependencies"]["dev"]),
+    ]:
+        assert names((ROOT / f"requirements/{file}.txt").read_text().splitlines()) == names(
+            declared
+        )
 
 
 @pytest.fixture
@@ -171,7 +217,9 @@ def nothing_installed(fake_python: Path, tmp_path: Path) -> Path:
 
 def begun(done: subprocess.CompletedProcess) -> list:
     """What was run, in order."""
-    lines = [json.loads(line) for line in done.stdout.splitlines() if not line.startswith("[check]")]
+    lines = [
+        json.loads(line) for line in done.stdout.splitlines() if not line.startswith("[check]")
+    ]
     return [line.get("argv", line) for line in lines]
 
 
@@ -185,7 +233,9 @@ def test_a_config_is_checked_by_the_light_environment_before_sglang_is_installed
 ):
     light = nothing_installed / ".venv/bin/python"
     light.parent.mkdir(parents=True)
-    light.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nOMP_NUM_THREADS= "{fake_python}" "$@"\nexit {code}\n')
+    light.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nOMP_NUM_THREADS= "{fake_python}" "$@"\nexit {code}\n'
+    )
     light.chmod(0o755)
     done = bash(nothing_installed / RUN.relative_to(ROOT), "toy-grpo-cpu-sglang", "a=1")
     assert done.returncode == (0 if goes_on else 2), done.stderr
@@ -193,7 +243,9 @@ def test_a_config_is_checked_by_the_light_environment_before_sglang_is_installed
 
 
 @pytest.mark.parametrize("has_packages", [True, False])
-def test_a_config_is_checked_where_there_is_no_environment_at_all(nothing_installed, tmp_path, has_packages):
+def test_a_config_is_checked_where_there_is_no_environment_at_all(
+    nothing_installed, tmp_path, has_packages
+):
     """A stand-in for Python makes the environment of a moment; without packages to be had the installation goes on."""
     made = '#!/bin/sh\necho "made: $*" >>"$LOG"\n[ "$2" = pip ] && exit %d\n[ "$3" = train ] && exit 2\nexit 0\n'
     python = tmp_path / "bin/python3.11"
@@ -206,10 +258,16 @@ def test_a_config_is_checked_where_there_is_no_environment_at_all(nothing_instal
     log, scratch = tmp_path / "log", tmp_path / "scratch"
     scratch.mkdir()
     environment = {"PYTHON": str(python), "LOG": str(log), "TMPDIR": str(scratch)}
-    done = bash(nothing_installed / RUN.relative_to(ROOT), "toy-grpo-cpu-sglang", "a=1", **environment)
+    done = bash(
+        nothing_installed / RUN.relative_to(ROOT), "toy-grpo-cpu-sglang", "a=1", **environment
+    )
     assert done.returncode == (2 if has_packages else 0), done.stderr
     assert begun(done) == ([] if has_packages else [{"install": "--sglang"}, RAN])
-    last = "made: -m rlinf_vl train --check toy-grpo-cpu-sglang a=1" if has_packages else "made: -m pip install"
+    last = (
+        "made: -m rlinf_vl train --check toy-grpo-cpu-sglang a=1"
+        if has_packages
+        else "made: -m pip install"
+    )
     assert log.read_text().splitlines()[-1].startswith(last)
     assert not any(scratch.iterdir()), "the environment of a moment is gone"
 
@@ -222,7 +280,9 @@ def test_a_config_is_not_checked_twice_where_sglang_is_installed(nothing_install
 
 def test_a_config_needs_the_environment_of_the_one_that_it_builds_on(nothing_installed):
     for name, base in (("grandchild", "child"), ("child", "toy-grpo-cpu-sglang")):
-        (nothing_installed / f"examples/{name}.yaml").write_text(f"defaults:\n  - {base}\n  - _self_\n")
+        (nothing_installed / f"examples/{name}.yaml").write_text(
+            f"defaults:\n  - {base}\n  - _self_\n"
+        )
     (nothing_installed / ".venv-sglang/.rlinf_vl").touch()
     for arguments, flags in ([], "--sglang"), (["rollout.rollout_backend=torch"], ""):
         done = bash(nothing_installed / RUN.relative_to(ROOT), "grandchild", *arguments)
@@ -278,20 +338,30 @@ WITH_SGLANG = (
         ("tests/run.sh", ["--sglang", "-k", "a b"], [WITH_SGLANG]),
     ],
 )
-def test_the_tests_run_in_their_environments(tree: Path, script: str, arguments: list[str], runs: list):
+def test_the_tests_run_in_their_environments(
+    tree: Path, script: str, arguments: list[str], runs: list
+):
     done = bash(tree / script, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    for (install, venv, argv), lines in zip(runs, (told[i : i + 3] for i in range(0, len(told), 3)), strict=True):
+    for (install, venv, argv), lines in zip(
+        runs, (told[i : i + 3] for i in range(0, len(told), 3)), strict=True
+    ):
         assert lines[:2] == [install, venv]
         assert lines[2]["argv"] == [*argv, "-k", "a b"] and lines[2]["cwd"] == str(tree)
 
 
 def test_checks_run_all_or_those_named(tree: Path):
     done = bash(tree / "tests/checks.sh", OMP_NUM_THREADS="1")
-    assert done.returncode == 0 and "tests/checks/one.py" in done.stdout and "tests/checks/two.py" in done.stdout
+    assert (
+        done.returncode == 0
+        and "tests/checks/one.py" in done.stdout
+        and "tests/checks/two.py" in done.stdout
+    )
     done = bash(tree / "tests/checks.sh", "two", OMP_NUM_THREADS="1")
-    assert done.returncode == 0 and "one" not in done.stdout and "tests/checks/two.py" in done.stdout
+    assert (
+        done.returncode == 0 and "one" not in done.stdout and "tests/checks/two.py" in done.stdout
+    )
     assert bash(tree / "tests/checks.sh", FAKE_EXIT="1", OMP_NUM_THREADS="1").returncode == 1
 
 
@@ -324,13 +394,16 @@ def test_run_without_a_known_config(arguments: list[str], fake_python: Path):
     done = bash(RUN, *arguments, RLINF_VL_PYTHON=str(fake_python))
     assert done.returncode == 2 and done.stdout == ""
     assert (
-        "usage:" in done.stderr and "\n  toy-grpo-cpu\n" in done.stderr and "qwen3-vl-2b-grpo-fsdp-geo3k" in done.stderr
+        "usage:" in done.stderr
+        and "\n  toy-grpo-cpu\n" in done.stderr
+        and "qwen3-vl-2b-grpo-fsdp-geo3k" in done.stderr
     )
     assert all(name in done.stderr for name in arguments)
 
 
 @pytest.mark.parametrize(
-    "written", ["defaults: [base]\n", "defaults:\n- base\n- _self_\n", "defaults: [ base, _self_ ]\n"]
+    "written",
+    ["defaults: [base]\n", "defaults:\n- base\n- _self_\n", "defaults: [ base, _self_ ]\n"],
 )
 @pytest.mark.parametrize("given", ["{folder}/own.yaml", "../mine/own.yaml", "own.yaml", "own"])
 def test_run_takes_own_configs_and_their_engine(written: str, given: str, tmp_path: Path):
@@ -364,16 +437,27 @@ def test_run_hands_overrides_on_untouched(fake_python: Path, tmp_path: Path):
         "~data.prompt_suffix",
         "",
     ]
-    done = bash(RUN, "toy-grpo-cpu", *overrides, cwd=tmp_path, RLINF_VL_PYTHON=str(fake_python), OMP_NUM_THREADS="3")
+    done = bash(
+        RUN,
+        "toy-grpo-cpu",
+        *overrides,
+        cwd=tmp_path,
+        RLINF_VL_PYTHON=str(fake_python),
+        OMP_NUM_THREADS="3",
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["argv"] == ["-m", "rlinf_vl", "train", "toy-grpo-cpu", *overrides]
-    assert told["cwd"] == str(tmp_path), "relative paths in overrides are relative to where the user stands"
+    assert told["cwd"] == str(tmp_path), (
+        "relative paths in overrides are relative to where the user stands"
+    )
     assert told["threads"] == "3"
 
 
 def test_run_has_the_exit_code_of_the_run(fake_python: Path):
-    assert bash(RUN, "toy-grpo-cpu", RLINF_VL_PYTHON=str(fake_python), FAKE_EXIT="7").returncode == 7
+    assert (
+        bash(RUN, "toy-grpo-cpu", RLINF_VL_PYTHON=str(fake_python), FAKE_EXIT="7").returncode == 7
+    )
 
 
 def test_the_image_has_the_libraries_with_which_nccl_reaches_other_machines_without_tcp():

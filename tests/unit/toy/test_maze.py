@@ -42,7 +42,10 @@ def steps_between(position: Position) -> int | None:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[Position]]:
-    return {split: [Position.of_text(row["maze"]) for row in maze.make_rows(split)] for split in ("train", "val")}
+    return {
+        split: [Position.of_text(row["maze"]) for row in maze.make_rows(split)]
+        for split in ("train", "val")
+    }
 
 
 def test_starts_lie_as_far_from_the_goal_as_is_said(rows) -> None:
@@ -58,13 +61,20 @@ def test_right_moves_are_those_that_shorten_the_path(rows) -> None:
     for start in rows["val"]:
         there = steps_between(start)
         assert there is not None
-        expected = [move for move in maze.MOVES if (steps_between(start.after(move)) or 0) == there - 1]
+        expected = [
+            move for move in maze.MOVES if (steps_between(start.after(move)) or 0) == there - 1
+        ]
         assert start.right_moves() == expected != []
 
 
 def test_walls_and_the_rim_stop_the_agent() -> None:
     start = Position.of_text(WALLED)
-    assert [start.after(move).agent for move in ("up", "left", "right", "down")] == [(0, 0), (0, 0), (0, 0), (1, 0)]
+    assert [start.after(move).agent for move in ("up", "left", "right", "down")] == [
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (1, 0),
+    ]
     assert start.right_moves() == ["down"]
     assert start.answer("down") == "00>22 d \\boxed{down}"
 
@@ -73,7 +83,9 @@ def test_no_layout_is_on_both_sides_of_the_split(rows) -> None:
     layouts = {split: {start.walls for start in starts} for split, starts in rows.items()}
     assert not layouts["train"] & layouts["val"]
     every = [
-        set(walls) for n in (2, 3, 4) for walls in itertools.combinations(itertools.product(range(4), repeat=2), n)
+        set(walls)
+        for n in (2, 3, 4)
+        for walls in itertools.combinations(itertools.product(range(4), repeat=2), n)
     ]
     assert sum(map(maze.held_out, every)) / len(every) == pytest.approx(1 / 8, abs=0.02)
     assert all(len(set(map(str, starts))) == maze.N_ROWS[split] for split, starts in rows.items())
@@ -81,9 +93,14 @@ def test_no_layout_is_on_both_sides_of_the_split(rows) -> None:
 
 def read(picture: np.ndarray) -> str:
     """The maze that a picture shows, from the middles of its cells."""
-    signs = {maze.COLOURS[name]: sign for name, sign in (("ground", "."), ("wall", "#"), ("agent", "A"), ("goal", "G"))}
+    signs = {
+        maze.COLOURS[name]: sign
+        for name, sign in (("ground", "."), ("wall", "#"), ("agent", "A"), ("goal", "G"))
+    }
     assert picture.shape == (32, 32, 3) and picture.dtype == np.uint8
-    return "/".join("".join(signs[tuple(map(int, cell))] for cell in line) for line in picture[4::8, 4::8])
+    return "/".join(
+        "".join(signs[tuple(map(int, cell))] for cell in line) for line in picture[4::8, 4::8]
+    )
 
 
 def test_every_turn_shows_where_the_agent_is(rows) -> None:
@@ -92,7 +109,9 @@ def test_every_turn_shows_where_the_agent_is(rows) -> None:
         (message,) = env.start(problem(str(start)))
         for turn in range(MAX_TURNS):
             assert read(message["content"][0]["image"]) == str(env.position)
-            assert [part["type"] for part in message["content"]] == (["image"] if turn else ["image", "text"])
+            assert [part["type"] for part in message["content"]] == (
+                ["image"] if turn else ["image", "text"]
+            )
             result = env.step(f"\\boxed{{{env.position.right_moves()[0]}}}")
             if result.done:
                 assert not result.messages
@@ -139,7 +158,8 @@ def test_slips_follow_the_seed_and_have_the_stated_frequency() -> None:
     assert len({tuple(states(seed)) for seed in range(40)}) > 3
     # a slip is drawn among four moves, one of which is the one that was asked for
     went = [
-        walk(seed, ["\\boxed{right}", "\\boxed{up}"], "..../.A../..../...G")[1].info["state"] for seed in range(4000)
+        walk(seed, ["\\boxed{right}", "\\boxed{up}"], "..../.A../..../...G")[1].info["state"]
+        for seed in range(4000)
     ]
     slipped = sum(state != "..../..A./..../...G" for state in went) / len(went)
     assert slipped == pytest.approx(maze.SLIP * 3 / 4, abs=0.015)
@@ -151,7 +171,9 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reward_metrics_and_states_of_an_episode(steady: None) -> None:
-    results = walk(0, [f"\\boxed{{{move}}}" for move in ("up", "down", "down", "down", "up", "down")])
+    results = walk(
+        0, [f"\\boxed{{{move}}}" for move in ("up", "down", "down", "down", "up", "down")]
+    )
     assert [result.done for result in results] == [False] * 5 + [True]
     assert [result.reward for result in results] == [0.0] * 5 + [-1.0]
     assert [result.info["state"].index("A") for result in results] == [0, 0, 5, 10, 15, 10]
@@ -172,11 +194,17 @@ def test_an_episode_that_is_over_takes_no_step() -> None:
             pass
 
 
-@pytest.mark.parametrize("response", ["", "left", "\\boxed{}", "\\boxed{left", "\\boxed{sideways}", "\x00" * 1000])
+@pytest.mark.parametrize(
+    "response", ["", "left", "\\boxed{}", "\\boxed{left", "\\boxed{sideways}", "\x00" * 1000]
+)
 def test_a_response_without_a_move_costs_a_turn(response: str) -> None:
     results = walk(0, [response] * MAX_TURNS)
     assert [result.info["state"] for result in results] == [WALLED] * MAX_TURNS
-    assert results[-1].done and results[-1].info["metrics"] == {"success": 0.0, "turns": 6.0, "bumps": 0.0}
+    assert results[-1].done and results[-1].info["metrics"] == {
+        "success": 0.0,
+        "turns": 6.0,
+        "bumps": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -192,7 +220,9 @@ def test_demonstrations_describe_what_they_see_and_move_away_as_often_as_is_said
     counts: Counter[bool] = Counter()
     for _ in range(400):
         messages = maze.demonstrate(rng)
-        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (
+            len(messages) // 2
+        )
         assert len(messages) <= 2 * MAX_TURNS
         for seen, answer in zip(messages[::2], messages[1::2], strict=True):
             position = Position.of_text(read(seen["content"][0]["image"]))
@@ -209,14 +239,21 @@ def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
     processor = Processor(tmp_path, family_of("qwen3_vl"))
     renderer = Renderer(processor)
     tokenizer = processor.tokenizer
-    batch = demonstration_batch(maze.TOY, tokenizer, Qwen2VLImageProcessorPil.from_pretrained(tmp_path), 3, stream())
+    batch = demonstration_batch(
+        maze.TOY, tokenizer, Qwen2VLImageProcessorPil.from_pretrained(tmp_path), 3, stream()
+    )
     rng = stream()
-    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+    for ids, labels, mask in zip(
+        batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
+    ):
         messages = maze.demonstrate(rng)
         said = [observe((message,), problem(WALLED)) for message in messages[::2]]
         answers = [message["content"] for message in messages[1::2]]
         stop = list(processor.stop_ids)[:1]
-        sampled = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"] + stop) for text in answers]
+        sampled = [
+            np.array(tokenizer(text, add_special_tokens=False)["input_ids"] + stop)
+            for text in answers
+        ]
         expected, _ = renderer.prompt(said[0].messages, said[0].images)
         for turn in range(len(answers)):
             if turn:
@@ -226,8 +263,19 @@ def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
         assert ids[mask == 1].tolist() == expected.tolist()
         told = tokenizer.decode(labels[labels >= 0])
         assert told == "".join(f"{answer}<|im_end|>" for answer in answers)
-    assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * int(batch["mm_token_type_ids"].sum() // 4)
-    assert tokenizer.tokenize("31>12 ul \\boxed{left}") == [*"31>12", "Ġ", "u", "l", "Ġ\\", "boxed", "{left", "}"]
+    assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * int(
+        batch["mm_token_type_ids"].sum() // 4
+    )
+    assert tokenizer.tokenize("31>12 ul \\boxed{left}") == [
+        *"31>12",
+        "Ġ",
+        "u",
+        "l",
+        "Ġ\\",
+        "boxed",
+        "{left",
+        "}",
+    ]
 
 
 def stream() -> np.random.Generator:

@@ -43,7 +43,11 @@ def test_a_second_right_answer_is_worth_half_of_a_first(answers, reward, first, 
             result = env.step(f"\\boxed{{{answer}}}")
             paid += result.reward
             assert result.done == (number == len(answers) - 1)
-            assert not result.messages if result.done else result.messages[0]["content"][0]["text"] == "wrong, again"
+            assert (
+                not result.messages
+                if result.done
+                else result.messages[0]["content"][0]["text"] == "wrong, again"
+            )
         assert paid == least + reward * (1 - least)
         assert result.info["correct"] == bool(correct)
         metrics = result.info["metrics"]
@@ -55,15 +59,21 @@ def test_tools_calculate_and_a_lie_is_added():
     assert said(env_of(), CALL) == "<tool_response>18</tool_response>"
     assert said(env_of(), CALL.replace("multiply", "add")) == "<tool_response>9</tool_response>"
     assert said(env_of(lie=1), CALL) == "<tool_response>19</tool_response>"
-    assert said(env_of(), CALL.replace("3", '"3"')).startswith("<tool_response>error: arguments.a: ")
+    assert said(env_of(), CALL.replace("3", '"3"')).startswith(
+        "<tool_response>error: arguments.a: "
+    )
 
 
 def test_demonstrations_are_conversations_with_the_environment_that_miscount_as_planned():
     rng = np.random.default_rng(0)
     calls, first, lengths = [], [], []
     for _ in range(1500):
-        question, call, result, answer, *again = (message["content"] for message in demonstrate(rng))
-        kind = next(kind for kind, text in drawings.QUESTIONS.items() if text == question[1]["text"])
+        question, call, result, answer, *again = (
+            message["content"] for message in demonstrate(rng)
+        )
+        kind = next(
+            kind for kind, text in drawings.QUESTIONS.items() if text == question[1]["text"]
+        )
         filled = question[0]["image"][4::8, 4::8].min(-1) < 225
         sides = int(filled.any(0).sum()), int(filled.any(1).sum())
         name, *counted = re.fullmatch(
@@ -77,15 +87,21 @@ def test_demonstrations_are_conversations_with_the_environment_that_miscount_as_
         calls += [a - b for a, b in zip(counted, sides, strict=True)]
         first.append(answer == f"\\boxed{{{drawings.solve(*sides, kind)}}}")
         lengths.append(len(again))
-    assert set(calls) == {0, 1} and np.mean(calls) == pytest.approx(drawings.MISCOUNT_PROBABILITY, abs=0.03)
-    assert np.array_equal(np.array(lengths) == 0, first), "a wrong answer is followed by a second attempt, and no other"
+    assert set(calls) == {0, 1} and np.mean(calls) == pytest.approx(
+        drawings.MISCOUNT_PROBABILITY, abs=0.03
+    )
+    assert np.array_equal(np.array(lengths) == 0, first), (
+        "a wrong answer is followed by a second attempt, and no other"
+    )
     assert set(lengths) == {0, 4}
 
 
 def test_its_words_are_single_tokens(tmp_path: Path):
     files.write_toy_files(tmp_path, TOY.words)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    pieces = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(CALL)]
+    pieces = [
+        piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(CALL)
+    ]
     assert tokenizer.tokenize(CALL) == pieces and len(pieces) == 20
     assert len(tokenizer.tokenize("<tool_response>18</tool_response>")) == 9
     assert tokenizer.tokenize("wrong, again") == ["wrong", ",", "Ġagain"]

@@ -45,10 +45,14 @@ def _sides_in_pixels(data: bytes) -> tuple[tuple[int, int, int, int], bool]:
     filled = centres.min(axis=-1) < 225
     columns, lines = np.flatnonzero(filled.any(0)), np.flatnonzero(filled.any(1))
     width, height = np.ptp(columns) + 1, np.ptp(lines) + 1
-    return (int(width), int(height), int(columns[0]), int(lines[0])), bool(filled.sum() == width * height)
+    return (int(width), int(height), int(columns[0]), int(lines[0])), bool(
+        filled.sum() == width * height
+    )
 
 
-def test_answers_follow_from_the_pixels_and_no_held_out_picture_is_trained_on(rows: dict[str, list[dict]]) -> None:
+def test_answers_follow_from_the_pixels_and_no_held_out_picture_is_trained_on(
+    rows: dict[str, list[dict]],
+) -> None:
     seen = {}
     for split, split_rows in rows.items():
         seen[split] = set()
@@ -77,7 +81,9 @@ def test_rows_are_deterministic(rows: dict[str, list[dict]]) -> None:
 
 
 def test_best_constant_accuracy_by_hand() -> None:
-    rows = [{"problem": "a", "answer": x} for x in "112"] + [{"problem": "b", "answer": x} for x in "345"]
+    rows = [{"problem": "a", "answer": x} for x in "112"] + [
+        {"problem": "b", "answer": x} for x in "345"
+    ]
     assert toy.best_constant_accuracy(rows) == pytest.approx((2 + 1) / 6)
 
 
@@ -85,7 +91,9 @@ def test_answering_without_looking_is_poor(rows: dict[str, list[dict]]) -> None:
     assert 0.1 < toy.best_constant_accuracy(rows["val"]) < 0.2
 
 
-def test_dataset_path_writes_once_and_holds_the_rows(tmp_path: Path, rows: dict[str, list[dict]]) -> None:
+def test_dataset_path_writes_once_and_holds_the_rows(
+    tmp_path: Path, rows: dict[str, list[dict]]
+) -> None:
     path = toy_dataset_path("val", cache_dir=tmp_path)
     assert pq.read_table(path).to_pylist() == rows["val"]
     written = path.stat().st_mtime_ns
@@ -133,7 +141,10 @@ def _build_and_count(target: Path, start, builds) -> None:
 def test_processes_that_ask_at_once_build_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     start, builds = context.Event(), context.Value("i", 0)
-    processes = [context.Process(target=_build_and_count, args=(tmp_path / "x", start, builds)) for _ in range(4)]
+    processes = [
+        context.Process(target=_build_and_count, args=(tmp_path / "x", start, builds))
+        for _ in range(4)
+    ]
     for process in processes:
         process.start()
     start.set()

@@ -115,8 +115,16 @@ def test_tokenizer_round_trip_on_random_text(tokenizer) -> None:
 
 
 def test_words_of_the_task_are_single_tokens(tokenizer) -> None:
-    assert tokenizer.tokenize("What is the perimeter?") == ["What", "Ġis", "Ġthe", "Ġperimeter", "?"]
-    assert tokenizer.tokenize("2*(6+1)=14 \\boxed{14}") == list("2") + ["*("] + list("6+1") + [")="] + list("14") + [
+    assert tokenizer.tokenize("What is the perimeter?") == [
+        "What",
+        "Ġis",
+        "Ġthe",
+        "Ġperimeter",
+        "?",
+    ]
+    assert tokenizer.tokenize("2*(6+1)=14 \\boxed{14}") == list("2") + ["*("] + list("6+1") + [
+        ")="
+    ] + list("14") + [
         "Ġ\\",
         "boxed",
         *"{14}",
@@ -134,7 +142,10 @@ def test_chat_template_renders_image_parts_in_either_form(tokenizer) -> None:
 def test_chat_template_extends_verbatim_over_turns(tokenizer) -> None:
     first = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "  Hi {{ x }} \n"}, {"type": "image"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "  Hi {{ x }} \n"}, {"type": "image"}],
+        },
     ]
     prompt = _rendered(tokenizer, first, add_generation_prompt=True)
     assert prompt == (
@@ -145,8 +156,12 @@ def test_chat_template_extends_verbatim_over_turns(tokenizer) -> None:
     assert _rendered(tokenizer, more) == prompt + "4<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
 
 
-@pytest.mark.parametrize(("width", "height", "grid"), [(48, 48, (6, 6)), (480, 320, None), (8, 8, None)])
-def test_image_processor_keeps_the_toy_picture_and_bounds_others(processor, width, height, grid) -> None:
+@pytest.mark.parametrize(
+    ("width", "height", "grid"), [(48, 48, (6, 6)), (480, 320, None), (8, 8, None)]
+)
+def test_image_processor_keeps_the_toy_picture_and_bounds_others(
+    processor, width, height, grid
+) -> None:
     picture = Image.fromarray(np.full((height, width, 3), 128, np.uint8))
     _, rows, columns = processor(picture, return_tensors="np")["image_grid_thw"][0]
     assert grid is None or (rows, columns) == grid
@@ -159,15 +174,22 @@ def test_pixels_are_normalised_without_resampling(processor) -> None:
     values = processor(picture, return_tensors="np")["pixel_values"]
     assert values.shape == (36, 3 * 2 * 8 * 8)
     first_patch = values[0].reshape(3, 2, 8, 8)[:, 0]
-    np.testing.assert_allclose(first_patch, ((picture[:8, :8] / 255 - 0.9) / 0.2).transpose(2, 0, 1), atol=1e-5)
+    np.testing.assert_allclose(
+        first_patch, ((picture[:8, :8] / 255 - 0.9) / 0.2).transpose(2, 0, 1), atol=1e-5
+    )
 
 
 def test_demonstration_batch_trains_on_the_answer_alone(tokenizer, processor) -> None:
     batch = toy.demonstration_batch(task.TOY, tokenizer, processor, 4, np.random.default_rng(0))
     assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 4
     assert batch["mm_token_type_ids"].sum(1).tolist() == [9] * 4
-    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
-        prompt, answer = tokenizer.decode(ids[(labels == -100) & (mask == 1)]), tokenizer.decode(labels[labels >= 0])
+    for ids, labels, mask in zip(
+        batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
+    ):
+        prompt, answer = (
+            tokenizer.decode(ids[(labels == -100) & (mask == 1)]),
+            tokenizer.decode(labels[labels >= 0]),
+        )
         assert prompt.startswith("<|im_start|>user\n<|vision_start|>")
         assert prompt.endswith("?<|im_end|>\n<|im_start|>assistant\n")
         assert answer.endswith("}<|im_end|>") and "=" in answer
@@ -193,7 +215,9 @@ def test_same_seed_same_weights_another_seed_others() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("toy-qwen3_5", 0.91e6), ("toy-qwen3_vl_moe", 1.60e6)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("toy-qwen3_5", 0.91e6), ("toy-qwen3_vl_moe", 1.60e6)]
+)
 def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Path) -> None:
     made_for = toy_of(name)
     toy.build_toy_checkpoint(tmp_path, seed=7, progress=False, toy=name, steps=2)
@@ -204,7 +228,11 @@ def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Pat
     assert made_for.make_rows is task.toy_rows and made_for.demonstrate is task.demonstrate
     first, again, other = (toy.new_toy_model(made_for, seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[key], again[key]) for key in first)
-    assert all(not torch.equal(first[key], other[key]) for key in first if first[key].ndim > 1 or "A_log" in key)
+    assert all(
+        not torch.equal(first[key], other[key])
+        for key in first
+        if first[key].ndim > 1 or "A_log" in key
+    )
     assert made_for.summary() in (tmp_path / "README.md").read_text() != task.summary()
 
 

@@ -46,7 +46,11 @@ def test_the_copy_of_what_was_sent_is_in_the_same_memory_every_time_and_is_what_
         for i, label, bucket in sender.buckets():
             memory.append(sender.copy_of(i, label).data_ptr())
             flatten(bucket, sender.copy_of(i, label))
-        return {name: value for label, flat in sender.sent_buckets for name, value in label.views(flat).items()}
+        return {
+            name: value
+            for label, flat in sender.sent_buckets
+            for name, value in label.views(flat).items()
+        }
 
     for version in (1.0, 2.0):
         weights |= {f"w{i}": torch.full((5, 3), version + i) for i in range(7)}

@@ -11,13 +11,20 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def weights_of(dtype, generator):
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()
+    }
 
 
 def changed(weights, share, generator):
     """Copies in which about this share of the values differs."""
-    noise = ((name, torch.rand(value.shape, generator=generator) < share) for name, value in weights.items())
-    return {name: torch.where(where, weights[name] * 1.25 + 1, weights[name]) for name, where in noise}
+    noise = (
+        (name, torch.rand(value.shape, generator=generator) < share)
+        for name, value in weights.items()
+    )
+    return {
+        name: torch.where(where, weights[name] * 1.25 + 1, weights[name]) for name, where in noise
+    }
 
 
 def deltas_between(old, new, ranks, base=0):
@@ -30,7 +37,9 @@ def deltas_between(old, new, ranks, base=0):
             before, after = (flat.view(INTEGERS[flat.dtype]) for flat in ends)
             pieces = tuple((n, SHAPES[n], cut[n][0], cut[n][1] - cut[n][0]) for n in names)
             dtype = str(new["bias"].dtype).removeprefix("torch.")
-            made.append(Delta.between(before, after, number=number, base=base, dtype=dtype, pieces=pieces))
+            made.append(
+                Delta.between(before, after, number=number, base=base, dtype=dtype, pieces=pieces)
+            )
     return made
 
 
@@ -43,12 +52,16 @@ def patched(weights, deltas):
 
 
 def same_bits(a, b):
-    return all(torch.equal(a[n].view(INTEGERS[a[n].dtype]), b[n].view(INTEGERS[b[n].dtype])) for n in SHAPES)
+    return all(
+        torch.equal(a[n].view(INTEGERS[a[n].dtype]), b[n].view(INTEGERS[b[n].dtype]))
+        for n in SHAPES
+    )
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(
-    ("share", "encodings"), [(0.0, {8, 16}), (2e-4, {16}), (0.03, {8}), (0.4, {"mask"}), (1.0, {"whole"})]
+    ("share", "encodings"),
+    [(0.0, {8, 16}), (2e-4, {16}), (0.03, {8}), (0.4, {"mask"}), (1.0, {"whole"})],
 )
 def test_what_is_patched_is_what_was_sent(dtype, share, encodings):
     generator = torch.Generator().manual_seed(1)
@@ -91,7 +104,10 @@ def test_fifty_syncs_end_where_the_weights_do():
         now = {name: value.bfloat16() for name, value in master.items()}
         deltas = deltas_between(last, now, 1 + step % 3)
         engine, last = patched(engine, deltas), now
-        sent, whole = sent + sum(d.nbytes for d in deltas), whole + sum(v.nbytes for v in now.values())
+        sent, whole = (
+            sent + sum(d.nbytes for d in deltas),
+            whole + sum(v.nbytes for v in now.values()),
+        )
         assert same_bits(engine, now)
     assert sent < 0.1 * whole
 
@@ -102,7 +118,9 @@ def test_a_patch_of_another_dtype_is_refused_and_one_with_nan_elsewhere_has_the_
     new["proj"][2, 3:9] += 1
     (bucket,) = patches(deltas_between(old, new, 1), "cpu")
     patch = bucket["proj"]
-    with pytest.raises(AssertionError, match=r"values of torch.bfloat16 for a weight of torch.float32"):
+    with pytest.raises(
+        AssertionError, match=r"values of torch.bfloat16 for a weight of torch.float32"
+    ):
         patch.apply(old["proj"].float())
     masked = patch.masked("cpu")
     assert np.argwhere(~masked.isnan().numpy()).tolist() == [[2, k] for k in range(3, 9)]

@@ -7,7 +7,9 @@ from rlinf_vl.transport import buckets as module
 from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint, pack, unpack
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+)
 def test_one_bit_anywhere_is_seen(dtype):
     value = (100 * torch.rand(7, 11)).to(dtype)
     before = fingerprint([value])
@@ -23,7 +25,9 @@ def test_order_and_borders_count_and_layout_does_not():
     a, b = torch.randn(3, 4), torch.randn(4, 3)
     assert fingerprint([a, b]) != fingerprint([b, a])
     assert fingerprint([a, b]) == fingerprint([a.t().contiguous().t(), b])
-    assert fingerprint([torch.zeros(2), torch.zeros(3)]) != fingerprint([torch.zeros(3), torch.zeros(2)])
+    assert fingerprint([torch.zeros(2), torch.zeros(3)]) != fingerprint(
+        [torch.zeros(3), torch.zeros(2)]
+    )
     assert fingerprint([a.flip(0)]) != fingerprint([a])
 
 

@@ -16,7 +16,11 @@ def _references(monkeypatch):
     """Objects are numbers."""
     numbers = itertools.count()
     monkeypatch.setattr(groups.ray, "put", lambda value: next(numbers))
-    monkeypatch.setattr(groups, "get_local_object_locations", lambda objects: {o: {"object_size": 10} for o in objects})
+    monkeypatch.setattr(
+        groups,
+        "get_local_object_locations",
+        lambda objects: {o: {"object_size": 10} for o in objects},
+    )
 
 
 def group(name, *image_names):

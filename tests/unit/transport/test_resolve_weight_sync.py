@@ -21,9 +21,14 @@ def test_auto(device, collocated, beside_actors, expected):
 
 
 def test_what_can_not_work_is_refused():
-    with pytest.raises(ValueError, match="broadcast does not go with this cluster.component_placement: NCCL"):
+    with pytest.raises(
+        ValueError, match="broadcast does not go with this cluster.component_placement: NCCL"
+    ):
         resolve_weight_sync("broadcast", "cuda", collocated=True, beside_actors=True)
-    with pytest.raises(ValueError, match="shared_memory does not go with this cluster.component_placement: CUDA IPC"):
+    with pytest.raises(
+        ValueError,
+        match="shared_memory does not go with this cluster.component_placement: CUDA IPC",
+    ):
         resolve_weight_sync("shared_memory", "cuda", collocated=True, beside_actors=False)
     for strategy in ("delta", "object_store", "broadcast", "shared_memory"):
         assert resolve_weight_sync(strategy, "cpu", collocated=True, beside_actors=True) == strategy
@@ -31,4 +36,6 @@ def test_what_can_not_work_is_refused():
 
 @pytest.mark.parametrize(("former", "name"), [("nccl", "broadcast"), ("cuda_ipc", "shared_memory")])
 def test_former_names_are_accepted(former, name):
-    assert load_config("toy-grpo-cpu", [f"rollout.weight_sync={former}"]).rollout.weight_sync == name
+    assert (
+        load_config("toy-grpo-cpu", [f"rollout.weight_sync={former}"]).rollout.weight_sync == name
+    )

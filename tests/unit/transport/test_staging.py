@@ -159,14 +159,20 @@ def test_a_reader_does_not_wait_for_ever(reader):
     assert kind == "error" and "did not come" in said
 
 
-def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_the_host(reader, monkeypatch, tmp_path):
+def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_the_host(
+    reader, monkeypatch, tmp_path
+):
     """The sender as beside a GPU, with memory of the node in the place of the GPU's; Ray's answers are given."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         monkeypatch.setattr(shared_memory, "place_of", lambda device: "here")
         monkeypatch.setattr(shared_memory.ray, "get", lambda answer, timeout: answer)
         sync = 1
-        sender = shared_memory.SharedMemorySender(lambda device: weights_of(sync), lambda: (), 0, 1, "cpu", BUCKET)
+        sender = shared_memory.SharedMemorySender(
+            lambda device: weights_of(sync), lambda: (), 0, 1, "cpu", BUCKET
+        )
         sender._staging = Staging("cpu")
         process, pipe = reader()
         for sync in (1, 2):
@@ -178,7 +184,11 @@ def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_
             assert answer(pipe) == ("all", expected)
             sender.release()
             assert sender._staging.staged_bytes == 0
-            kept = {name: value for label, flat in sender.sent_buckets for name, value in label.views(flat).items()}
+            kept = {
+                name: value
+                for label, flat in sender.sent_buckets
+                for name, value in label.views(flat).items()
+            }
             assert all(torch.equal(kept[name], value) for name, value in weights_of(sync))
             assert sender.snapshot_version == sync
     finally:
@@ -194,7 +204,9 @@ def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_
         ("PYTORCH_ALLOC_CONF", "", False),
     ],
 )
-def test_expandable_segments_are_off_while_memory_for_others_is_allocated(monkeypatch, name, value, off):
+def test_expandable_segments_are_off_while_memory_for_others_is_allocated(
+    monkeypatch, name, value, off
+):
     for other in room.ALLOCATOR_SETTINGS:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, value)
