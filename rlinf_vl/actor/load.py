@@ -29,7 +29,9 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
         RunError: the teacher has other tokens or image grids than the policy.
     """
     max_tokens = config.runner.max_tokens_per_mbs
-    load_policy, collate_policy, processor = _model(config, model_path, config.rollout.model.model_type)
+    load_policy, collate_policy, processor = _model(
+        config, model_path, config.rollout.model.model_type
+    )
     teacher: Teacher | None = None
     if (path := config.algorithm.distillation.teacher_path) is not None:
         load_teacher, collate_teacher, teacher_processor = _model(config, path, "auto")
@@ -37,7 +39,9 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
         teacher = (load_teacher, collate_teacher)
     loss_name, loss = config.algorithm.loss_type, None
     if is_code(loss_name):
-        loss = load_code(loss_name, {}, config.runner.code_files, kind=LOSSES.what, signature=LOSSES.signature)
+        loss = load_code(
+            loss_name, {}, config.runner.code_files, kind=LOSSES.kind, signature=LOSSES.signature
+        )
     return Trainer(
         load_policy,
         collate_policy,
@@ -67,7 +71,9 @@ def _model(config: Config, path: str, model_type: str):
         model = load_model(path, family, dtype, trust_remote_code=rollout.trust_remote_code)
         banned = processor.banned_ids(vocab_size(model))
         temperature = config.algorithm.sampling_params.temperature
-        return PolicyModel(model, family, banned, temperature=temperature, chunk=actor.logprob_chunk_tokens)
+        return PolicyModel(
+            model, family, banned, temperature=temperature, chunk=actor.logprob_chunk_tokens
+        )
 
     collate = Collator(
         family=family,
@@ -86,14 +92,21 @@ def _check_teacher(path: str, policy: Processor, teacher: Processor) -> None:
     setting = f"algorithm.distillation.teacher_path: {path}"
     policy_ids, teacher_ids = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if policy_ids != teacher_ids:
-        token = next(token for token in (*policy_ids, *teacher_ids) if policy_ids.get(token) != teacher_ids.get(token))
+        token = next(
+            token
+            for token in (*policy_ids, *teacher_ids)
+            if policy_ids.get(token) != teacher_ids.get(token)
+        )
         raise RunError(
-            f"{setting} has another tokenizer than the policy: {token!r} is {teacher_ids.get(token, 'no token')} there and "
-            f"{policy_ids.get(token, 'no token')} here; take a teacher of the policy's family"
+            f"{setting} has another tokenizer than the policy: {token!r} is "
+            f"{teacher_ids.get(token, 'no token')} there and {policy_ids.get(token, 'no token')} "
+            "here; take a teacher of the policy's family"
         )
     for height, width in SIZES if policy.family.vision_tower else ():
         if teacher.family.vision_tower is None:
-            raise RunError(f"{setting} reads no images, and the policy does; take a vision-language model")
+            raise RunError(
+                f"{setting} reads no images, and the policy does; take a vision-language model"
+            )
         policy_grid = policy.image_processor.grid(height, width)
         teacher_grid = teacher.image_processor.grid(height, width)
         if teacher_grid != policy_grid:

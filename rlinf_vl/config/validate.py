@@ -58,7 +58,8 @@ ALGORITHM_KEYS = {"algorithm.adv_type", "algorithm.loss_type"}
 #: Hints for names of algorithms, most of which are no value of one key but several keys together.
 ALGORITHM_HINTS = {
     "dapo": "DAPO is grpo with algorithm.clip_ratio_high=0.28 algorithm.loss_agg_func=token-mean "
-    "algorithm.dynamic_sampling.enable=true and algorithm.overlong.*; leave adv_type and loss_type as they are",
+    "algorithm.dynamic_sampling.enable=true and algorithm.overlong.*; leave adv_type and "
+    "loss_type as they are",
     "ppo": "there is no critic here: PPO's clipped loss is algorithm.loss_type=actor, with algorithm.adv_type=grpo or rloo",
     "gae": "there is no critic here; set algorithm.adv_type=grpo or rloo",
     "grpo": "GRPO is algorithm.adv_type=grpo with algorithm.loss_type=actor, the defaults",
@@ -78,10 +79,14 @@ def value_problems(name: str, value: Any) -> Iterator[str]:
             if element not in (None, *allowed) and not (
                 isinstance(allowed, OrCode) and (is_code(element) or not allowed)
             ):
-                user_code = ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
+                user_code = (
+                    ", module:Name, path/to/file.py:Name" if isinstance(allowed, OrCode) else ""
+                )
                 hint = ALGORITHM_HINTS.get(str(element).lower()) if name in ALGORITHM_KEYS else None
                 hint = f" {hint}" if hint else nearest(element, allowed)
-                yield f"{name}: {element!r} is unknown; allowed: {', '.join(allowed)}{user_code};{hint}".rstrip(";")
+                yield f"{name}: {element!r} is unknown; allowed: {', '.join(allowed)}{user_code};{hint}".rstrip(
+                    ";"
+                )
         elif isinstance(element, float) and not (
             math.isfinite(element) or (allowed and allowed.may_be_infinite and element > 0)
         ):
@@ -97,7 +102,7 @@ def _code(config: Config) -> Iterator[str]:
             value: Any = reduce(getattr, name.split("."), config)
             for name_of_code in filter(is_code, value if isinstance(value, list) else [value]):
                 try:
-                    arguments = {"kind": key.allowed.what, "signature": key.allowed.signature}
+                    arguments = {"kind": key.allowed.kind, "signature": key.allowed.signature}
                     check_code(name_of_code, {}, config.runner.code_files, **arguments)
                 except CodeError as error:
                     yield f"{name}: {error}"
@@ -150,7 +155,9 @@ def _thinking(config: Config) -> Iterator[str]:
         yield f"rollout.thinking.budget: {budget} with rollout.thinking.mode=off: nothing thinks; set budget=null"
     names = ("sampling_params", "val_sampling_params")
     # The budget must fit the shorter of training's and validation's answers.
-    answer_tokens, name = min((getattr(config.algorithm, name).max_new_tokens, name) for name in names)
+    answer_tokens, name = min(
+        (getattr(config.algorithm, name).max_new_tokens, name) for name in names
+    )
     if budget >= answer_tokens:
         yield (
             f"rollout.thinking.budget: {budget} leaves no room for an answer in "
@@ -183,14 +190,18 @@ def _runner(config: Config) -> Iterator[str]:
             )
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         yield f"runner.experiment_name: {name!r} is not a plain folder name; put folders into runner.output_dir"
-    elif (size := len(os.fsencode(name))) > 230:  # of 255 that a file's name may have, with what is put around it
+    elif (
+        size := len(os.fsencode(name))
+    ) > 230:  # of 255 that a file's name may have, with what is put around it
         yield f"runner.experiment_name: {name[:20] + '…'!r} has {size} bytes; shorten it to 230 or fewer"
     if "://" in runner.output_dir:
         yield (
             f"runner.output_dir: {runner.output_dir!r} is no folder on a disk, which a run's files "
             "need; checkpoints alone may go to a URL: set runner.checkpoint_dir"
         )
-    scored = runner.save_interval > 0 and runner.val_check_interval > 0 and config.data.val_data_paths
+    scored = (
+        runner.save_interval > 0 and runner.val_check_interval > 0 and config.data.val_data_paths
+    )
     if runner.keep_best and not (scored and runner.save_interval % runner.val_check_interval == 0):
         yield (
             f"runner.keep_best: {runner.keep_best} needs a validation of each step that is saved, "
@@ -199,7 +210,11 @@ def _runner(config: Config) -> Iterator[str]:
             "data.val_data_paths"
         )
     resume_dir = runner.resume_dir
-    if resume_dir not in (None, "auto") and "://" not in resume_dir and not os.path.isdir(resume_dir):
+    if (
+        resume_dir not in (None, "auto")
+        and "://" not in resume_dir
+        and not os.path.isdir(resume_dir)
+    ):
         why = why_absent(resume_dir)
         hint = "give a checkpoint's path, a run's folder (its newest checkpoint), auto or null"
         yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; {hint}"
@@ -210,13 +225,24 @@ def _runner(config: Config) -> Iterator[str]:
 
 
 def _lengths(config: Config) -> Iterator[str]:
-    runner, prompt, micro = config.runner, config.data.max_prompt_length, config.actor.micro_batch_size
-    budget, longest = f"runner.max_tokens_per_mbs={runner.max_tokens_per_mbs}", f"runner.seq_length={runner.seq_length}"
+    runner, prompt, micro = (
+        config.runner,
+        config.data.max_prompt_length,
+        config.actor.micro_batch_size,
+    )
+    budget, longest = (
+        f"runner.max_tokens_per_mbs={runner.max_tokens_per_mbs}",
+        f"runner.seq_length={runner.seq_length}",
+    )
     if runner.enable_dynamic_batch_size and runner.seq_length > runner.max_tokens_per_mbs:
         yield (
-            f"{longest} exceeds {budget}: the longest trajectory fits in no micro-batch; raise max_tokens_per_mbs, lower seq_length"
+            f"{longest} exceeds {budget}: the longest trajectory fits in no micro-batch; raise "
+            "max_tokens_per_mbs, lower seq_length"
         )
-    elif not runner.enable_dynamic_batch_size and micro * runner.seq_length > runner.max_tokens_per_mbs:
+    elif (
+        not runner.enable_dynamic_batch_size
+        and micro * runner.seq_length > runner.max_tokens_per_mbs
+    ):
         yield (
             f"actor.micro_batch_size={micro} times {longest} exceeds {budget}; lower "
             "micro_batch_size or seq_length, raise max_tokens_per_mbs, or set "
@@ -240,15 +266,23 @@ def _data(config: Config) -> Iterator[str]:
     data, low, high = config.data, config.data.image_min_pixels, config.data.image_max_pixels
     if not data.train_data_paths:
         yield f"data.train_data_paths: empty; name at least one file, hf://owner/name:split, or {', '.join(TOYS)}"
-    for key, paths in (("data.train_data_paths", data.train_data_paths), ("data.val_data_paths", data.val_data_paths)):
+    for key, paths in (
+        ("data.train_data_paths", data.train_data_paths),
+        ("data.val_data_paths", data.val_data_paths),
+    ):
         for path in paths:
-            if path not in TOYS and not path.startswith(("hf://", "seeds://")) and not os.path.exists(path):
+            if (
+                path not in TOYS
+                and not path.startswith(("hf://", "seeds://"))
+                and not os.path.exists(path)
+            ):
                 yield f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written hf://owner/name:split"
     if repeated := sorted({key for key in data.image_keys if data.image_keys.count(key) > 1}):
         yield f"data.image_keys: {', '.join(repeated)} named twice in {data.image_keys}; name every column once"
     if data.weights and len(data.weights) != len(data.train_data_paths):
         yield (
-            f"data.weights: {len(data.weights)} for {len(data.train_data_paths)} data.train_data_paths; write one for each, or []"
+            f"data.weights: {len(data.weights)} for {len(data.train_data_paths)} "
+            "data.train_data_paths; write one for each, or []"
         )
     if data.image_root is not None and not os.path.isdir(data.image_root):
         yield f"data.image_root: no folder {data.image_root!r}{why_absent(data.image_root)}; name the one that image paths start in"
@@ -294,7 +328,11 @@ def _lora(config: Config) -> Iterator[str]:
                 "lora.sync=adapters",
                 "engines have no quantized model to apply them to; set merged",
             ),
-            (not lora.save_lora_only, "lora.save_lora_only=false", "the packed weights are not saved; set it true"),
+            (
+                not lora.save_lora_only,
+                "lora.save_lora_only=false",
+                "the packed weights are not saved; set it true",
+            ),
         ):
             if contradicts:
                 yield f"actor.model.lora.quantization: nf4 with actor.model.{key}: {why}, or quantization none"
@@ -351,9 +389,7 @@ def _actor_and_reward(config: Config) -> Iterator[str]:
         yield f"{key}: fp16 needs a loss scaler, and there is none: small gradients would vanish; use bf16"
     yield from _reward_functions(reward)
     if reward.reward_max_val <= reward.reward_min_val:
-        bounds = (
-            f"reward.reward_max_val={reward.reward_max_val} must exceed reward.reward_min_val={reward.reward_min_val}"
-        )
+        bounds = f"reward.reward_max_val={reward.reward_max_val} must exceed reward.reward_min_val={reward.reward_min_val}"
         yield f"{bounds}: a right answer has to pay more than a wrong one"
 
 
@@ -361,14 +397,18 @@ def _reward_functions(reward: RewardConfig) -> Iterator[str]:
     for number, entry in enumerate(reward.functions):
         where = f"reward.functions[{number}]"
         for name in entry.keys() - {"function", "weight", "kwargs"}:
-            known = ("function", "weight", "kwargs")
-            yield f"{where}.{name}: unknown key; an entry has {', '.join(known)};{nearest(str(name), known)}".rstrip(
+            entry_keys = ("function", "weight", "kwargs")
+            yield f"{where}.{name}: unknown key; an entry has {', '.join(entry_keys)};{nearest(str(name), entry_keys)}".rstrip(
                 ";"
             )
         if not isinstance(entry.get("function"), str):
             yield f"{where}.function: {entry.get('function')!r} is no name; write {{function: math}}, or path/to/file.py:name"
         weight, kwargs = entry.get("weight", 1.0), entry.get("kwargs", {})
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not math.isfinite(weight)
+        ):
             yield f"{where}.weight: {weight!r} must be a finite number"
         if not isinstance(kwargs, dict):
             yield f"{where}.kwargs: {kwargs!r} must be a mapping of keywords"

@@ -45,7 +45,13 @@ class Rollout:
 
 
 def rollout(
-    step: int, ahead: Ahead, config: Config, pool: Pool, learner: Learner, guard: MismatchGuard, log: RunLog
+    step: int,
+    ahead: Ahead,
+    config: Config,
+    pool: Pool,
+    learner: Learner,
+    guard: MismatchGuard,
+    log: RunLog,
 ) -> Rollout:
     """Wait for the step's groups, plan, and let the ranks fetch them. A fetched group outlives its
     worker; one that is lost before that is sampled again."""
@@ -71,7 +77,9 @@ def rollout(
             log.event("groups_lost", f"{len(lost)} groups died with their worker; sampled again")
             # Else the submission that the lost groups belong to would sample them again, too.
             pool.cancel([tasks[k].group_id for k in lost])
-            for k, result in zip(lost, pool.submit([tasks[k] for k in lost]).results(), strict=True):
+            for k, result in zip(
+                lost, pool.submit([tasks[k] for k in lost]).results(), strict=True
+            ):
                 results[k] = result
     # The ranks have fetched these groups: if a worker dies now, they are not to be sampled again.
     pool.acknowledge([summary.id for summary in summaries])
@@ -79,10 +87,14 @@ def rollout(
     # Where generation runs ahead, the time waited for it is not the time that it took.
     seconds = selection.seconds or log.timings["time/generate"]
     metrics = selection.metrics | plan.metrics | summarize_rollout(generated, seconds)
-    return Rollout(summaries, groups[:n_trained], plan, scored, to_score, metrics, generated, selection.ledger)
+    return Rollout(
+        summaries, groups[:n_trained], plan, scored, to_score, metrics, generated, selection.ledger
+    )
 
 
-def plan_of(step: int, summaries: Sequence[GroupSummary], config: Config, learner: Learner) -> StepPlan:
+def plan_of(
+    step: int, summaries: Sequence[GroupSummary], config: Config, learner: Learner
+) -> StepPlan:
     runner = config.runner
     return plan_step(
         summaries,
@@ -90,7 +102,9 @@ def plan_of(step: int, summaries: Sequence[GroupSummary], config: Config, learne
         shuffle_key=f"minibatches {runner.seed} {step}",
         ranks=learner.data_size,
         budget=runner.max_tokens_per_mbs,
-        micro_batch_size=None if runner.enable_dynamic_batch_size else config.actor.micro_batch_size,
+        micro_batch_size=None
+        if runner.enable_dynamic_batch_size
+        else config.actor.micro_batch_size,
         share_prompts=config.actor.share_prompts,
         prices=learner.prices,
         estimator=estimator_of(config),
@@ -102,7 +116,9 @@ def estimator_of(config: Config) -> Estimator | None:
     name = config.algorithm.adv_type
     if not is_code(name):
         return None
-    return load_code(name, {}, config.runner.code_files, kind=ADVANTAGES.what, signature=ADVANTAGES.signature)
+    return load_code(
+        name, {}, config.runner.code_files, kind=ADVANTAGES.kind, signature=ADVANTAGES.signature
+    )
 
 
 def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
@@ -114,7 +130,9 @@ def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
     if faults := check_faults(summaries):
         log.event("trajectories_failed", faults)
     if all(error for s in summaries for error in s.errors):
-        raise RunError(f"step {log.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}")
+        raise RunError(
+            f"step {log.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}"
+        )
     if line := no_verdicts(summaries):
         log.event("no_verdict", line)
 

@@ -35,7 +35,9 @@ class ExpertLoad:
     def __init__(self, layers: int, experts: int, device: torch.device | str) -> None:
         # One tensor of all sums, so that one collective adds them up.
         self._sums = torch.zeros(layers * experts + experts + 4, dtype=torch.float64, device=device)
-        counts, self.probs, self.tokens, self.differing = self._sums.split((layers * experts, experts, 3, 1))
+        counts, self.probs, self.tokens, self.differing = self._sums.split(
+            (layers * experts, experts, 3, 1)
+        )
         self.counts = counts.view(layers, experts)
 
     def sum_over_ranks(self) -> None:
@@ -97,9 +99,9 @@ class Routing:
             load: counts experts and differences; None counts nothing.
             copies: float32 [T], how often each token counts in `load` and `balance`.
             balance: float32 [E], added to the gradient of each token's probabilities.
-            record: keep the experts in `taken`.
+            record: keep the experts in `used_experts`.
         """
-        self.taken: list[torch.Tensor] = []
+        self.used_experts: list[torch.Tensor] = []
         self.load = load
         self._engine_experts = engine_experts
         self._replay = replay
@@ -109,7 +111,9 @@ class Routing:
         #: bool [T], tokens that differ in some mixture so far.
         self._differing: torch.Tensor | None = None
 
-    def __call__(self, number: int, probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, number: int, probs: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the router's probabilities, float32 [T, E], and the experts, int64 [T, k].
 
         `number` is that of the mixture.
@@ -126,13 +130,15 @@ class Routing:
             if self._replay:
                 experts = torch.where(is_reported[:, None], engine_choice, router_choice)
         if self._record:
-            self.taken.append(experts)
+            self.used_experts.append(experts)
         if self.load is not None:
             assert self._copies is not None
             self._count(self.load, self._copies, number, probs.detach(), experts)
             if engine_choice is not None and is_reported is not None:
                 # The order of experts does not matter: sorted, equal sets are equal.
-                differs = (router_choice.sort(-1).values != engine_choice.sort(-1).values).any(-1) & is_reported
+                differs = (router_choice.sort(-1).values != engine_choice.sort(-1).values).any(
+                    -1
+                ) & is_reported
                 self._compare(self.load, self._copies, number, is_reported, differs)
         if self._balance is not None:
             assert self._copies is not None
@@ -142,11 +148,15 @@ class Routing:
     def _count(self, load: ExpertLoad, copies: torch.Tensor, number: int, probs, experts) -> None:
         """Add probabilities and chosen experts of one mixture to the load."""
         load.probs += copies @ probs
-        load.counts[number].scatter_add_(0, experts.flatten(), copies.repeat_interleave(experts.shape[1]).double())
+        load.counts[number].scatter_add_(
+            0, experts.flatten(), copies.repeat_interleave(experts.shape[1]).double()
+        )
         if number == 0:  # tokens count once, and not in every mixture
             load.tokens[0] += copies.sum()
 
-    def _compare(self, load: ExpertLoad, copies: torch.Tensor, number: int, is_reported, differs) -> None:
+    def _compare(
+        self, load: ExpertLoad, copies: torch.Tensor, number: int, is_reported, differs
+    ) -> None:
         """Add the tokens for which this router chooses otherwise than the engine did.
 
         `is_reported` and `differs`: bool [T]. A token counts once in `tokens`, however many
@@ -178,7 +188,9 @@ class _AddGradient(torch.autograd.Function):
         return grad + gradient, None
 
 
-def mixture_forward(self: Any, hidden_states: torch.Tensor, *, routing: Routing | None = None, **_) -> torch.Tensor:
+def mixture_forward(
+    self: Any, hidden_states: torch.Tensor, *, routing: Routing | None = None, **_
+) -> torch.Tensor:
     """Run `forward` of a transformers mixture, with or without a shared expert.
 
     [B, T, H] → [B, T, H]. `self.number` is the mixture's number among those of the model.
@@ -194,7 +206,9 @@ def mixture_forward(self: Any, hidden_states: torch.Tensor, *, routing: Routing 
     return out.view_as(hidden_states)
 
 
-def experts_forward(self: Any, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def experts_forward(
+    self: Any, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Run `forward` of transformers' fused experts: one grouped product for all of them.
 
     x [T, H], experts int64 [T, k], weights [T, k] → [T, H]. Where transformers cannot use grouped
@@ -202,22 +216,28 @@ def experts_forward(self: Any, x: torch.Tensor, experts: torch.Tensor, weights: 
     """
     if any(size * x.itemsize % 16 for size in self.down_proj.shape[1:]):
         raise ValueError(
-            f"experts {tuple(self.down_proj.shape)} in {x.dtype}: grouped products take rows of whole "
-            "16 bytes, multiples of 4 numbers in float32 and of 8 in bfloat16"
+            f"experts {tuple(self.down_proj.shape)} in {x.dtype}: grouped products take rows of "
+            "whole 16 bytes, multiples of 4 numbers in float32 and of 8 in bfloat16"
         )
     k = experts.shape[1]
     # Rows are sorted by expert: a grouped product takes consecutive rows for each.
     by_expert = experts.flatten().argsort(stable=True)
     counts = torch.zeros(len(self.gate_up_proj), dtype=torch.int32, device=x.device)
-    ends = counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32)).cumsum(0)
+    ends = counts.scatter_add_(
+        0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32)
+    ).cumsum(0)
     ends = ends.to(torch.int32)
     rows = x.repeat_interleave(k, dim=0).index_select(0, by_expert)
     gate, up = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     inner = kernels_for(x).swiglu(gate, up)
     out = F.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
     # The inverse permutation brings the k results of each token together again.
-    token_order = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
-    return (out.index_select(0, token_order).view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    token_order = torch.empty_like(by_expert).scatter_(
+        0, by_expert, torch.arange(len(by_expert), device=x.device)
+    )
+    return (out.index_select(0, token_order).view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(
+        1
+    )
 
 
 def mixture_layer_forward(

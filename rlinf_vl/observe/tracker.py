@@ -94,7 +94,9 @@ class TensorBoardTracker:
             text = "\n\n".join(f"**{name}**\n\n{code_block(part)}" for name, part in parts.items())
             self._writer_at(step).add_text(f"{split}/{i}", text, step)
             if sample.picture is not None:
-                self._writer_at(step).add_image(f"{split}/{i}", np.asarray(sample.picture), step, dataformats="HWC")
+                self._writer_at(step).add_image(
+                    f"{split}/{i}", np.asarray(sample.picture), step, dataformats="HWC"
+                )
         self._writer_at(step).flush()
 
     def close(self) -> None:
@@ -106,7 +108,9 @@ class HostedTracker:
     """A run of wandb or trackio, which have the same names for things; `log_values` logs values by
     name at a step."""
 
-    def __init__(self, backend: Any, run: Any, log_values: Callable[[dict[str, Any], int], None]) -> None:
+    def __init__(
+        self, backend: Any, run: Any, log_values: Callable[[dict[str, Any], int], None]
+    ) -> None:
         self._backend = backend
         self._run = run
         self._log_values = log_values
@@ -115,7 +119,10 @@ class HostedTracker:
         self._log_values(dict(metrics), step)
 
     def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
-        rows = [[s.picture and self._backend.Image(s.picture), *map(inert, s.values.values())] for s in samples]
+        rows = [
+            [s.picture and self._backend.Image(s.picture), *map(inert, s.values.values())]
+            for s in samples
+        ]
         table = self._backend.Table(columns=["images", *FACTS, *TEXTS], data=rows)
         self._log_values({f"samples/{split}": table}, step)
 
@@ -171,12 +178,21 @@ def open_wandb(run: TrackedRun) -> Tracker:
     """
     primary = run.config is not None
     id_file = run.folder / WANDB_ID
-    run_id = id_file.read_text().strip() if not primary or (run.resumed and id_file.exists()) else None
+    run_id = (
+        id_file.read_text().strip() if not primary or (run.resumed and id_file.exists()) else None
+    )
     wandb = _import_backend("wandb")
     settings: dict[str, Any] = {} if primary else {"x_disable_stats": True, "console": "off"}
-    if wandb.setup().settings.mode == "online":  # unless WANDB_MODE or `wandb offline` say otherwise
+    if (
+        wandb.setup().settings.mode == "online"
+    ):  # unless WANDB_MODE or `wandb offline` say otherwise
         label = "trainer" if primary else "samples"
-        settings |= {"mode": "shared", "x_label": label, "x_primary": primary, "x_update_finish_state": primary}
+        settings |= {
+            "mode": "shared",
+            "x_label": label,
+            "x_primary": primary,
+            "x_update_finish_state": primary,
+        }
     wandb_run = wandb.init(
         project=run.project_name,
         name=run.experiment_name,
@@ -188,20 +204,30 @@ def open_wandb(run: TrackedRun) -> Tracker:
     )
     wandb_run.define_metric("*", step_metric="step")
     id_file.write_text(wandb_run.id)
-    return HostedTracker(wandb, wandb_run, lambda values, step: wandb_run.log(values | {"step": step}))
+    return HostedTracker(
+        wandb, wandb_run, lambda values, step: wandb_run.log(values | {"step": step})
+    )
 
 
 def open_trackio(run: TrackedRun) -> Tracker:
     """Open a trackio run: in trackio's own local folder, or at `TRACKIO_SPACE_ID` or
     `TRACKIO_SERVER_URL`."""
     trackio = _import_backend("trackio")
-    settings = {"auto_log_cpu": False, "auto_log_gpu": False} if run.config is None else {"config": run.config}
+    settings = (
+        {"auto_log_cpu": False, "auto_log_gpu": False}
+        if run.config is None
+        else {"config": run.config}
+    )
     resume = "allow" if run.resumed else "never"
-    trackio_run = trackio.init(project=run.project_name, name=run.experiment_name, resume=resume, **settings)
+    trackio_run = trackio.init(
+        project=run.project_name, name=run.experiment_name, resume=resume, **settings
+    )
     if run.config is not None:
         # An empty line registers the run, so that the samples' process finds it by its name.
         trackio_run.log({}, step=max(0, run.resume_step))
-    return HostedTracker(trackio, trackio_run, lambda values, step: trackio_run.log(values, step=step))
+    return HostedTracker(
+        trackio, trackio_run, lambda values, step: trackio_run.log(values, step=step)
+    )
 
 
 #: Name in runner.logger.logger_backends → the function that opens the tracker.
@@ -213,7 +239,9 @@ OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def _opener(name: str, files: Mapping[str, str] | None) -> Callable[[TrackedRun], Tracker]:
-    return OPENERS.get(name) or load_code(name, {}, files or {}, kind=TRACKERS.what, signature=TRACKERS.signature)
+    return OPENERS.get(name) or load_code(
+        name, {}, files or {}, kind=TRACKERS.kind, signature=TRACKERS.signature
+    )
 
 
 def _import_backend(name: str) -> Any:
@@ -221,7 +249,8 @@ def _import_backend(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"runner.logger.logger_backends has {name}, which isn't installed: run `pip install {name}` or take it out"
+            f"runner.logger.logger_backends has {name}, which isn't installed: run `pip install "
+            f"{name}` or take it out"
         ) from error
 
 
@@ -248,7 +277,9 @@ class _Lane:
         self.call("close")
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._warn(f"has not ended within {CLOSE_S:g} s; what it has not shown by now is lost there")
+            self._warn(
+                f"has not ended within {CLOSE_S:g} s; what it has not shown by now is lost there"
+            )
 
     def _run(self) -> None:
         tracker = None
@@ -284,7 +315,9 @@ class Trackers:
         metrics: metrics.jsonl; None where only samples are logged.
     """
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker]], metrics: StepLines | None = None) -> None:
+    def __init__(
+        self, openers: Mapping[str, Callable[[], Tracker]], metrics: StepLines | None = None
+    ) -> None:
         self._lanes = [_Lane(name, opener) for name, opener in openers.items()]
         self._metrics = metrics
 
@@ -312,9 +345,13 @@ class Trackers:
         if "step" in metrics:
             raise ValueError("a metric can't be called 'step'")
         if self._metrics:
-            numbers = {name: x if isinstance(x, int) else float(x) for name, x in sorted(metrics.items())}
+            numbers = {
+                name: x if isinstance(x, int) else float(x) for name, x in sorted(metrics.items())
+            }
             # JSON has no word for NaN and infinities
-            self._metrics.append(step, {name: x if math.isfinite(x) else None for name, x in numbers.items()})
+            self._metrics.append(
+                step, {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+            )
         self._call("log", step, metrics)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -340,7 +377,9 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with the paths of users' files and without their texts, which may be
     secret."""
     runner = config.get("runner") or {}
-    paths = dict.fromkeys(runner.get("code_files") or {}, "left out: runner.logger.send_code is false")
+    paths = dict.fromkeys(
+        runner.get("code_files") or {}, "left out: runner.logger.send_code is false"
+    )
     return {**config, "runner": {**runner, "code_files": paths}} if paths else dict(config)
 
 
@@ -382,6 +421,8 @@ def make_trackers(
     resumed = resume_step >= 0 and metrics_file.exists()
     sent_config = dict(config) if send_code else without_code(config)
     run = TrackedRun(run_dir, project_name, experiment_name, sent_config, resume_step, resumed)
-    trackers = Trackers({b: partial(_opener(b, files), run) for b in backends}, StepLines(metrics_file, resume_step))
+    trackers = Trackers(
+        {b: partial(_opener(b, files), run) for b in backends}, StepLines(metrics_file, resume_step)
+    )
     trackers.open()
     return trackers

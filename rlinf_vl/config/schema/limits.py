@@ -28,7 +28,9 @@ AT_LEAST_1 = Limit("be at least 1", lambda x: x >= 1)
 OFF_OR_POSITIVE = Limit("be -1 or at least 1", lambda x: x == -1 or x >= 1)
 ALL_OR_NOT_NEGATIVE = Limit("be at least 0, or -1 for all", lambda x: x >= -1)
 SHARE = Limit("lie in [0, 1]", lambda x: 0 <= x <= 1)
-SHARE_OR_AUTO = Limit("lie in (0, 1], or be auto", lambda x: 0 < x <= 1 if isinstance(x, float) else x == "auto")
+SHARE_OR_AUTO = Limit(
+    "lie in (0, 1], or be auto", lambda x: 0 < x <= 1 if isinstance(x, float) else x == "auto"
+)
 DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
 STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
 
@@ -45,16 +47,19 @@ class OrCode(tuple[str, ...]):
     """The strings that a value may be, beside `module:Name` and `path/to/file.py:Name`.
 
     It is empty where another table has the names. In a list of mappings, the `function` of each is
-    such a name. `what` and `signature`: see `rlinf_vl.code.load_code`; without them, the code is
+    such a name. `kind` and `signature`: see `rlinf_vl.code.load_code`; without them, the code is
     checked when it is loaded.
     """
 
-    what: str
+    kind: str
     signature: Signature
 
-    def __new__(cls, names: Iterable[str] = (), what: str = "", signature: Signature = "") -> "OrCode":
+    def __new__(
+        cls, names: Iterable[str] = (), kind: str = "", signature: Signature = ""
+    ) -> "OrCode":
         allowed = super().__new__(cls, names)
-        allowed.what, allowed.signature = what, signature
+        allowed.kind = kind
+        allowed.signature = signature
         return allowed
 
 

@@ -84,7 +84,10 @@ class Batch:
         first = len(self.rows)
         for pending in admitted:  # first, because a failure reaches the futures through the rows
             n = pending.request.sampling.max_new_tokens
-            self.rows += [Row(pending, i, uniforms(seed, n).tolist()) for i, seed in enumerate(pending.request.seeds)]
+            self.rows += [
+                Row(pending, i, uniforms(seed, n).tolist())
+                for i, seed in enumerate(pending.request.seeds)
+            ]
         samples = [len(pending.request.seeds) for pending in admitted]
         hidden, positions = self._append(admitted, samples)
         for pending in admitted:
@@ -106,9 +109,13 @@ class Batch:
             # A family without experts has no `routing` parameter.
             keywords: dict[str, Any] = {} if routing is None else {"routing": routing}
             forward = self.family.text_forward
-            hidden = forward(self.text_model, embeds, positions, None, (), context=self.cache, **keywords)[:, 0]
+            hidden = forward(
+                self.text_model, embeds, positions, None, (), context=self.cache, **keywords
+            )[:, 0]
             if routing is not None:
-                for row, token_routes in zip(self.rows, self._recorded_routes(routing), strict=True):
+                for row, token_routes in zip(
+                    self.rows, self._recorded_routes(routing), strict=True
+                ):
                     if not row.done:
                         row.routes.append(token_routes)
             self.next_positions = self.next_positions + 1
@@ -131,10 +138,19 @@ class Batch:
             first_rows = [self.rows[indices[0]] for indices in chunk]
             for row in first_rows:
                 row.pending.patches = self.patches(row.pending.request.images, pixels)
-            sole_rows = [row if len(indices) == 1 else None for row, indices in zip(first_rows, chunk, strict=True)]
+            sole_rows = [
+                row if len(indices) == 1 else None
+                for row, indices in zip(first_rows, chunk, strict=True)
+            ]
             self._append([row.pending for row in first_rows], list(map(len, chunk)), sole_rows)
         # The last sampled token is not computed yet: a row of one token needs its prompt only.
-        continued = [i for indices in groups if len(indices) > 1 for i in indices if len(self.rows[i].ids) > 1]
+        continued = [
+            i
+            for indices in groups
+            if len(indices) > 1
+            for i in indices
+            if len(self.rows[i].ids) > 1
+        ]
         for chunk in _prefill_chunks(continued, [self.rows[i].length for i in continued]):
             self._restore(chunk)
 
@@ -161,7 +177,9 @@ class Batch:
             self.last_ids = self.last_ids[keep]
             self.sampler = self._sampler_of(self.rows)
 
-    def patches(self, images: Sequence[ImageRef], pixels: Callable[[ImageRef], np.ndarray]) -> dict[str, np.ndarray]:
+    def patches(
+        self, images: Sequence[ImageRef], pixels: Callable[[ImageRef], np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Return, by image hash, the pixels of the images whose features are not cached."""
         missing = set(self.images.missing(image.hash for image in images))
         return {image.hash: pixels(image) for image in images if image.hash in missing}
@@ -171,7 +189,10 @@ class Batch:
         return self.sessions.find(session, request, self.image_token_id)
 
     def _append(
-        self, admitted: Sequence[Pending], samples: list[int], sole_rows: Sequence[Row | None] | None = None
+        self,
+        admitted: Sequence[Pending],
+        samples: list[int],
+        sole_rows: Sequence[Row | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Prefill the prompts of these requests, and add `samples[i]` rows of each to the cache.
 
@@ -186,7 +207,10 @@ class Batch:
         """
         patches = {name: array for pending in admitted for name, array in pending.patches.items()}
         rows = sole_rows or [None] * len(admitted)
-        requests = [p.request if row is None else row.computed_request for p, row in zip(admitted, rows, strict=True)]
+        requests = [
+            p.request if row is None else row.computed_request
+            for p, row in zip(admitted, rows, strict=True)
+        ]
         prefixes = [pending.prefix for pending in admitted]
         hidden, positions, computed, routes = self._prefill(requests, prefixes, patches)
         for pending, row, new_routes in zip(admitted, rows, routes, strict=True):
@@ -200,7 +224,9 @@ class Batch:
             if row is not None:
                 row.routes = [] if all_routes is None else list(all_routes[n:])
         prompt_lengths = [len(pending.request.ids) for pending in admitted]
-        self.cache.append(computed.tokens, computed.sequences(), prompt_lengths, samples, computed.states)
+        self.cache.append(
+            computed.tokens, computed.sequences(), prompt_lengths, samples, computed.states
+        )
         return hidden, positions
 
     def _restore(self, indices: Sequence[int]) -> None:
@@ -215,14 +241,20 @@ class Batch:
         ]
         requests = [row.computed_request for row in restored]
         _, _, computed, routes = self._prefill(requests, prefixes, {})
-        sampled = [tokens[len(prefix.ids) :] for tokens, prefix in zip(computed.sequences(), prefixes, strict=True)]
+        sampled = [
+            tokens[len(prefix.ids) :]
+            for tokens, prefix in zip(computed.sequences(), prefixes, strict=True)
+        ]
         row_numbers = torch.tensor(indices, dtype=torch.int64, device=self.device)
         self.cache.restore(row_numbers, computed.tokens, sampled, computed.states)
         for row, row_routes in zip(restored, routes, strict=True):
             row.routes = [] if row_routes is None else list(row_routes)
 
     def _prefill(
-        self, requests: Sequence[Request], prefixes: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
+        self,
+        requests: Sequence[Request],
+        prefixes: Sequence[Kept | None],
+        patches: Mapping[str, np.ndarray],
     ) -> tuple[torch.Tensor, torch.Tensor, PrefillAttention, Sequence[np.ndarray | None]]:
         """Return the result of `prefill`, and the routes of each request's new tokens [·, L·k], if
         reported."""
@@ -247,7 +279,10 @@ class Batch:
         return hidden, positions, computed, routes
 
     def _features(
-        self, requests: Sequence[Request], prefixes: Sequence[Kept | None], patches: Mapping[str, np.ndarray]
+        self,
+        requests: Sequence[Request],
+        prefixes: Sequence[Kept | None],
+        patches: Mapping[str, np.ndarray],
     ) -> VisionFeatures | None:
         """Return the features of the images outside the prefixes, end to end, or None without such
         images.
@@ -256,7 +291,9 @@ class Batch:
         """
         new_images: list[tuple[str, np.ndarray]] = []  # hash and grid
         for request, prefix in zip(requests, prefixes, strict=True):
-            hashes_and_grids = zip((image.hash for image in request.images), request.image_grids, strict=True)
+            hashes_and_grids = zip(
+                (image.hash for image in request.images), request.image_grids, strict=True
+            )
             new_images += list(hashes_and_grids)[len(prefix.images) if prefix else 0 :]
         if not new_images:
             return None
@@ -265,8 +302,12 @@ class Batch:
         if missing := self.images.missing(grids):
             tower_input = np.concatenate([patches[name] for name in missing])
             missing_grids = np.stack([grids[name] for name in missing]).astype(np.int64)
-            features = encode_images(self.model, self.family, tower_input, missing_grids, self.device)
-            self.images.put(missing, features, (missing_grids.prod(axis=1) // self.merge_size**2).tolist())
+            features = encode_images(
+                self.model, self.family, tower_input, missing_grids, self.device
+            )
+            self.images.put(
+                missing, features, (missing_grids.prod(axis=1) // self.merge_size**2).tolist()
+            )
         return self.images.get([name for name, _ in new_images])
 
     def _routing(self) -> Routing | None:
@@ -275,7 +316,13 @@ class Batch:
     def _recorded_routes(self, routing: Routing) -> np.ndarray:
         """Return the routes that a forward recorded: [T, L·k]."""
         assert self.mixture is not None
-        return torch.stack(routing.taken, dim=1).flatten(1).cpu().numpy().astype(self.mixture.dtype)
+        return (
+            torch.stack(routing.used_experts, dim=1)
+            .flatten(1)
+            .cpu()
+            .numpy()
+            .astype(self.mixture.dtype)
+        )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = output_weight(self.model)
@@ -290,11 +337,15 @@ class Batch:
         """Draw a token for each row from `first` on; finish rows at a stop id or at their maximal
         length."""
         rows = self.rows[first:]
-        u = torch.tensor([row.u[min(len(row.ids), len(row.u) - 1)] for row in rows], device=self.device)
+        u = torch.tensor(
+            [row.u[min(len(row.ids), len(row.u) - 1)] for row in rows], device=self.device
+        )
         ids, logprobs = sampler(logits, u)
         self.last_ids[first:] = ids
         finished = []
-        for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True), first):
+        for i, (row, token, logprob) in enumerate(
+            zip(rows, ids.tolist(), logprobs.tolist(), strict=True), first
+        ):
             if row.done:
                 continue
             row.ids.append(token)
@@ -317,7 +368,9 @@ class Batch:
             prefix = self.cached_prefix(name, pending.request) or pending.prefix
             if prefix is None:  # the prompt is stored once for all samples of the request
                 (prompt,) = self.cache.copy_tokens([i], [0], [0])
-                prefix = pending.prefix = Kept.from_request(pending.request, [], (prompt,), routes=pending.routes)
+                prefix = pending.prefix = Kept.from_request(
+                    pending.request, [], (prompt,), routes=pending.routes
+                )
             prefixes.append(prefix)
         sampled = [len(self.rows[i].ids) - 1 for i in rows]
         new_parts = self.cache.copy_tokens(rows, [len(prefix.ids) for prefix in prefixes], sampled)
@@ -325,7 +378,9 @@ class Batch:
             row = self.rows[i]
             parts = (*prefix.parts, new_part)
             states = self.cache.state(i)
-            entry = Kept.from_request(row.pending.request, row.ids[:-1], parts, states, row.routes_padded(0))
+            entry = Kept.from_request(
+                row.pending.request, row.ids[:-1], parts, states, row.routes_padded(0)
+            )
             self.sessions.put(name, entry)
         self.sessions.shrink(self.free_bytes())
 
