@@ -159,9 +159,9 @@ def load(folder: str, rank: int, policy: nn.Module, optimizer: torch.optim.Optim
     state = {
         name: value for name, value in moments.items() if f"optimizer.state.{name}.step" in stored
     }
-    dcp.load(
-        {"model": model_state, "optimizer": {"state": state}}, storage_reader=FsspecReader(folder)
-    )  # pyright: ignore[reportPrivateImportUsage]
+    checkpoint_state = {"model": model_state, "optimizer": {"state": state}}
+    reader = FsspecReader(folder)
+    dcp.load(checkpoint_state, storage_reader=reader)  # pyright: ignore[reportPrivateImportUsage]
     set_state_dict(
         policy,
         optimizer,
