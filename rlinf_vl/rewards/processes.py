@@ -69,6 +69,8 @@ class ProcessPool:
     Args:
         functions: the (name, kwargs) of each function.
         files: `runner.code_files`.
+        limits: limits of the calls and the processes.
+        first_report: as in `make_scorer`.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class ProcessPool:
         functions: Sequence[tuple[str, Mapping[str, Any]]],
         files: Mapping[str, str],
         limits: Limits,
+        first_report: Callable[[str], bool] = lambda text: True,
     ):
+        self._first_report = first_report
         self._setup = pickle.dumps((list(functions), dict(files), limits))
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.processes, thread_name_prefix="reward process")
@@ -146,11 +150,13 @@ class ProcessPool:
         return process.call(request, self._limits)
 
     def _show_once(self, error_text: str, trace: str) -> None:
-        """Print an error's traceback to the log unless a process of this pool has met it before."""
+        """Print an error's traceback to the log unless this pool or another has met it before."""
         with self._printed_lock:
             if error_text in self._printed_errors or len(self._printed_errors) >= MAX_TRACEBACKS:
                 return
             self._printed_errors.add(error_text)
+        if not self._first_report(error_text):
+            return
         print(trace, end="", file=sys.stderr, flush=True)
 
 

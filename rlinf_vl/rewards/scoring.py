@@ -142,6 +142,7 @@ def make_scorer(
     files: Mapping[str, str],
     limits: Limits,
     hosts: Sequence[str] = (),
+    first_report: Callable[[str], bool] = lambda text: True,
 ) -> Scorer:
     """Return the scorer of `reward.functions`; neither a process nor a thread is started yet.
 
@@ -152,6 +153,8 @@ def make_scorer(
         files: `runner.code_files`.
         limits: limits of the processes in which users' functions run.
         hosts: `reward.judge_hosts`.
+        first_report: whether no other process has reported a text. The traceback of an error is
+            printed then only; the default knows of this process only.
 
     Raises:
         CodeError, ValueError: a function does not exist, or can't be called.
@@ -161,7 +164,7 @@ def make_scorer(
         for entry in functions
         if is_code(entry["function"])
     ]
-    pool = ProcessPool(user_functions, files, limits)
+    pool = ProcessPool(user_functions, files, limits, first_report)
     function_numbers = count()  # positions in `user_functions`
     # Thread pools by their size; functions without a limit share the one of None.
     threads: dict[int | None, ThreadPoolExecutor] = {}

@@ -7,6 +7,7 @@ reports the counts after each step.
 import logging
 import re
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from rlinf_vl.rollout.calls import described
@@ -16,9 +17,15 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class FaultLog:
-    """The log of faults. A kind is an error's type and the line of user code that raised it."""
+    """The log of faults. A kind is an error's type and the line of user code that raised it.
 
-    def __init__(self) -> None:
+    Args:
+        first_report: whether no other process has reported a text (`first_report` of
+            `rlinf_vl.runtime.ray_process`); the default knows of this process only.
+    """
+
+    def __init__(self, first_report: Callable[[str], bool] = lambda text: True) -> None:
+        self._first_report = first_report
         self._logged: set[tuple[type, str]] = set()
 
     def add(self, problem_id: str, error: BaseException) -> None:
@@ -33,10 +40,12 @@ class FaultLog:
         origin = re.sub(r"\d+", "", str(error))
         if frames:
             origin = f"{frames[-1].filename}:{frames[-1].lineno}"
-        if (type(cause), origin) in self._logged:
+        kind = (type(cause), origin)
+        is_new = kind not in self._logged and self._first_report(f"{type(cause)} {origin}")
+        self._logged.add(kind)
+        if not is_new:
             log.debug("%s: %s", problem_id, described(error))
             return
-        self._logged.add((type(cause), origin))
         lines = (
             ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
             if frames

@@ -94,6 +94,7 @@ class Player:
             is an error.
         score: computes the scores of a group's answers, of those that environments leave to the
             run's reward functions.
+        first_report: as in `FaultLog`.
     """
 
     engine: Engine
@@ -113,6 +114,7 @@ class Player:
     overlong: str = "drop"
     penalize_faults: bool = False
     score: Callable[[Problem, Sequence[Answer]], Awaitable[Sequence[Score]]] | None = None
+    first_report: Callable[[str], bool] = lambda text: True
 
     @cached_property
     def calls(self) -> Calls:
@@ -144,7 +146,7 @@ class Player:
 
     @cached_property
     def _faults(self) -> FaultLog:
-        return FaultLog()
+        return FaultLog(self.first_report)
 
     @cached_property
     def _session_numbers(self) -> "itertools.count[int]":

@@ -40,8 +40,15 @@ def processor_of(config: Config, model_path: str) -> Processor:
     )
 
 
-def scorer_of(config: Config, entries: Sequence[Mapping[str, Any]] | None = None) -> Scorer:
-    """Return the scorer of a run's reward functions, or of some of their entries."""
+def scorer_of(
+    config: Config,
+    entries: Sequence[Mapping[str, Any]] | None = None,
+    first_report: Callable[[str], bool] = lambda text: True,
+) -> Scorer:
+    """Return the scorer of a run's reward functions, or of some of their entries.
+
+    `first_report`: as in `make_scorer`.
+    """
     reward = config.reward
     return make_scorer(
         reward.entries if entries is None else entries,
@@ -50,6 +57,7 @@ def scorer_of(config: Config, entries: Sequence[Mapping[str, Any]] | None = None
         files=config.runner.code_files,
         limits=Limits(reward.timeout, reward.memory_gb, reward.workers),
         hosts=reward.judge_hosts,
+        first_report=first_report,
     )
 
 

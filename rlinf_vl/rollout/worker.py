@@ -25,7 +25,13 @@ from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rollout.busy import LapClock
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.runtime.ray_process import freeze_loaded, own_process, quick_imports, where
+from rlinf_vl.runtime.ray_process import (
+    first_report,
+    freeze_loaded,
+    own_process,
+    quick_imports,
+    where,
+)
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport import shared_memory
 from rlinf_vl.transport.broadcast import WeightGroup
@@ -142,7 +148,7 @@ class RolloutRank:
             )
         #: The engine's count when the last group was finished.
         self.prefilled_tokens = self.engine.prefilled_tokens
-        scorer = self.scorer = scorer_of(config)
+        scorer = self.scorer = scorer_of(config, first_report=first_report)
         self.player = Player(
             self.engine,
             self.renderer,
@@ -160,6 +166,7 @@ class RolloutRank:
             overlong=config.data.overlong,
             penalize_faults=config.rollout.faults == "penalize",
             score=scorer,
+            first_report=first_report,
             thought_budget=ThoughtBudget(self.renderer, thinking.budget)
             if thinking.budget
             else None,

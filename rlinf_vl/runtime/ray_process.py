@@ -5,6 +5,7 @@ torch is imported where it is needed: the process that records trajectories does
 """
 
 import gc
+import hashlib
 import math
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.experimental.internal_kv import _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlinf_vl.errors import reason_of
@@ -33,6 +35,21 @@ KILL_S = 5.0
 
 class ActorsLost(RuntimeError):
     """An actor that others wait for has died or hangs."""
+
+
+def first_report(text: str) -> bool:
+    """Return whether no process of this Ray job has reported `text` before; without Ray, True.
+
+    Ray's key-value store decides, so workers of all nodes together report an error once.
+    """
+    if not ray.is_initialized():
+        return True
+    job = ray.get_runtime_context().get_job_id()
+    key = hashlib.sha256(f"{job} {text}".encode()).digest()
+    try:
+        return not _internal_kv_put(key, b"1", overwrite=False, namespace="rlinf_vl reports")
+    except Exception:  # without Ray's head, a report too many is better than none
+        return True
 
 
 @ray.remote(num_cpus=0, max_retries=0)
