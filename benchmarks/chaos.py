@@ -411,9 +411,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="config overrides of both runs")
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that everything is taken down
+    # So that everything is taken down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args.steps = args.steps or int(50 * args.minutes)
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos"))

@@ -171,9 +171,8 @@ def main() -> None:
     one = (
         args.groups * args.samples * (args.patches * PATCH * 4 + 20 * (args.prompt + args.response))
     )
-    memory = max(
-        5 * one, 2**28
-    )  # what is returned, what is sent, and the same of the repeat before
+    # What is returned, what is sent, and the same of the repeat before.
+    memory = max(5 * one, 2**28)
     ray.init(
         address="local",
         include_dashboard=False,

@@ -163,9 +163,8 @@ def main() -> None:
     times: dict[str, list[float]] = {strategy: [] for strategy in SENDERS}
     first, copies = {}, []
     for strategy in SENDERS:
-        ray.get(
-            [trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)]
-        )  # all have started
+        # All have started.
+        ray.get([trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)])
         if strategy == "broadcast":
             group = WeightGroup(
                 *ray.get(trainer.listen.remote()), "benchmark", "gloo", 1 + args.workers, 0

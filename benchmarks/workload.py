@@ -112,9 +112,8 @@ def write_model(folder: Path, shape: str, dtype: torch.dtype = torch.float32) ->
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    with torch.device(
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ):  # 2 billion random numbers take a CPU a minute
+    # 2 billion random numbers take a CPU a minute.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3VLForConditionalGeneration(config)
     model.to(dtype).save_pretrained(folder)
     write_toy_files(folder)

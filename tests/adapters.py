@@ -15,9 +15,10 @@ from rlinf_vl.packing.collator import Member
 def peft_model(family: str, settings: LoraConfig, **sizes):
     """transformers' model with adapters as peft puts them: on every linear module by peft's own name for them, or in the text model
     by a pattern; on experts by the names of their parameters."""
+    # Seconds, which not every process that imports this has to spend.
     from peft import (
         LoraConfig as PeftConfig,
-    )  # seconds, which not every process that imports this has to spend
+    )
     from peft import inject_adapter_in_model
 
     sees = MEMBERS[family][1] is not None
@@ -59,9 +60,8 @@ def in_4_bits(model, skipped: list[str]):
             folder, dtype=torch.float32, quantization_config=settings, device_map="cpu"
         )
     for module in quantized.modules():
-        if hasattr(
-            module, "quant_state"
-        ):  # whose scales it otherwise rounds to bfloat16 when it first evaluates
+        # Whose scales it otherwise rounds to bfloat16 when it first evaluates.
+        if hasattr(module, "quant_state"):
             module.support_avx512bf16_for_cpu = False
     return quantized.eval()
 

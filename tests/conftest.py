@@ -14,13 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION = "RLINF_VL_TEST_SESSION"
-os.environ[SESSION] = str(
-    os.getpid()
-)  # marks what this session starts, through any number of generations
+# Marks what this session starts, through any number of generations.
+os.environ[SESSION] = str(os.getpid())
 
-hypothesis.settings.register_profile(
-    "rlinf_vl", deadline=None
-)  # a loaded machine is slow, not wrong
+# A loaded machine is slow, not wrong.
+hypothesis.settings.register_profile("rlinf_vl", deadline=None)
 hypothesis.settings.load_profile("rlinf_vl")
 
 

@@ -279,9 +279,8 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
     if layout.lora:
         model = with_values(peft_model(layout.family, adapters_of(layout), **layout.sizes))
         if layout.quantization != "none":
-            reference = peft_model(
-                layout.family, adapters_of(layout), **layout.sizes
-            )  # whose adapters add nothing
+            # Whose adapters add nothing.
+            reference = peft_model(layout.family, adapters_of(layout), **layout.sizes)
     elif not layout.train_tower and hasattr(model.model, "visual"):
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
@@ -296,13 +295,11 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
     }
     mixtures = Mixtures(model, getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
     tower = {id(p) for name, p in model.named_parameters() if ".visual." in name}
-    named = [
-        (n, p) for n, p in model.named_parameters() if p.requires_grad
-    ]  # of peft's model, the adapters
+    # Of peft's model, the adapters.
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     trained = {n: p for n, p in named if layout.train_tower or layout.lora or id(p) not in tower}
-    masters = {
-        n: p.detach().clone() for n, p in trained.items()
-    }  # float32 whatever the model computes in
+    # Float32 whatever the model computes in.
+    masters = {n: p.detach().clone() for n, p in trained.items()}
     if layout.dtype == "bf16":
         half(model), half(reference)
 

@@ -20,9 +20,8 @@ class TaskApp:
     """uvicorn with the example, on one port however often it is started."""
 
     def __init__(self, token: str | None = None) -> None:
-        self._holder = (
-            socket.socket()
-        )  # keeps the port, with nobody listening, while there is no process
+        # Keeps the port, with nobody listening, while there is no process.
+        self._holder = socket.socket()
         self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._holder.bind(("127.0.0.1", 0))
         self.port = self._holder.getsockname()[1]

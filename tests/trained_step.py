@@ -54,9 +54,8 @@ def train(layout: Layout, kind: str):
 
     def load(dtype: torch.dtype):
         policy = tiny_policy(dtype, seed := next(seeds), 0.7, 6, layout.family, **layout.sizes)
-        if (
-            seed and not layout.train_tower and policy.family.vision_tower
-        ):  # a frozen tower is the reference's too: they start from one checkpoint
+        # A frozen tower is the reference's too: they start from one checkpoint.
+        if seed and not layout.train_tower and policy.family.vision_tower:
             trained = tiny_policy(
                 dtype, model_type=layout.family, **layout.sizes
             ).model.model.visual

@@ -161,9 +161,8 @@ def main() -> None:
         )
     torch.set_num_threads(spec["threads"])
     if spec.get("compact_head"):
-        trl_utils._use_triton = lambda device: (
-            True
-        )  # read by the LM head only; the kernels have their own
+        # Read by the LM head only; the kernels have their own.
+        trl_utils._use_triton = lambda device: True
     rows = [
         {
             "prompt": [{"role": "user", "content": g["text"]}],

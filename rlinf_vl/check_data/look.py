@@ -226,9 +226,8 @@ def _begin_process(config: Config, model_path: str | None) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("rlinf_vl").setLevel(
-        logging.ERROR
-    )  # the parent has opened the data, too, and warned
+    # The parent has opened the data, too, and warned.
+    logging.getLogger("rlinf_vl").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     _process_arguments.append((config, model_path))
 

@@ -118,9 +118,10 @@ def check_code(
     constants = [
         n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
     ]
+    # A constant is no code.
     assigned_names -= {
         name.id for n in constants for name in n.targets if isinstance(name, ast.Name)
-    }  # a constant is no code
+    }
     if attribute not in defined:
         # Names that only running the module would tell (assignments, star imports, __getattr__)
         # pass.

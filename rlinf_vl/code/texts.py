@@ -187,12 +187,13 @@ class _TextLoader(ExecutionLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         lines = self.text.splitlines(keepends=True)
+        # For tracebacks, wherever they are made.
         linecache.cache[self.path] = (
             len(self.text),
             None,
             lines,
             self.path,
-        )  # for tracebacks, wherever they are made
+        )
         super().exec_module(module)
 
 

@@ -58,9 +58,8 @@ class EpochSampler:
         self._weights = np.asarray(weights, float) / np.sum(weights) if weights else np.ones(0)
         source_of_row = np.array([(sources or {}).get(row, 0) for row in self.indices.tolist()])
         self._rows_by_source = [self.indices[source_of_row == k] for k in range(len(weights))]
-        self._n_returned_by_source = np.zeros(
-            len(weights), np.int64
-        )  # rows returned of each source
+        # Rows returned of each source.
+        self._n_returned_by_source = np.zeros(len(weights), np.int64)
         #: Source (-1 without weights) → its newest epoch, and the order of that epoch.
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         for k, source_rows in enumerate(self._rows_by_source):

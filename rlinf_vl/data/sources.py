@@ -290,10 +290,11 @@ def first_rows(path: Path, columns: Sequence[str], n: int = 64) -> list[dict[str
         table = read_table(path, limit=2**20)
         cells = itertools.islice(zip(*table.values(), strict=True), n)
         return _select([dict(zip(table, row, strict=True)) for row in cells], columns)
+    # One object on several lines.
     with (
         path.open(encoding="utf-8-sig") as file,
         suppress(ValueError),
-    ):  # one object on several lines
+    ):
         if file.read(64).lstrip().startswith("["):
             file.seek(0)
             rows = json.load(file)[:n]

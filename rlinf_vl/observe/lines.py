@@ -62,9 +62,8 @@ class EventLog:
     def __init__(self, run_dir: str | Path) -> None:
         self._file = LineFile(Path(run_dir) / "events.jsonl")
         self._counts: Counter[str] = Counter()
-        self._lock = (
-            threading.Lock()
-        )  # the controller's thread and the supervisor's both add events
+        # The controller's thread and the supervisor's both add events.
+        self._lock = threading.Lock()
 
     def add(self, step: int, kind: str, message: str, level: int = logging.WARNING) -> None:
         """Log an event at `level` and write it down; `summary` counts events by `kind`."""

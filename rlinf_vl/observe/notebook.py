@@ -24,10 +24,11 @@ class NotebookProgress:
     """A progress bar, the present phase, and a table of the last steps."""
 
     def __init__(self) -> None:
+        # Every kernel has IPython, other processes need none.
         from IPython.display import (
             HTML,
             display,
-        )  # every kernel has IPython, other processes need none
+        )
 
         self._rows: deque[dict[str, str]] = deque(maxlen=ROWS)
         self._html: Any = HTML

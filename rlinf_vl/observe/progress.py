@@ -260,9 +260,8 @@ class RunProgress:
             if figure.metric in metrics:
                 figures[figure.label] = figure.format.format(float(metrics[figure.metric]))
         seconds = metrics.get("time/step")
-        if (
-            len(self._step_ends_s) > 1
-        ):  # from end to end: waits between steps count, start-up does not
+        # From end to end: waits between steps count, start-up does not.
+        if len(self._step_ends_s) > 1:
             seconds = (self._step_ends_s[-1] - self._step_ends_s[0]) / (len(self._step_ends_s) - 1)
         if seconds is not None and self._step < self._total:
             figures["left"] = str(timedelta(seconds=round(seconds * (self._total - self._step))))

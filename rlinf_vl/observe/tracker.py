@@ -183,9 +183,8 @@ def open_wandb(run: TrackedRun) -> Tracker:
     )
     wandb = _import_backend("wandb")
     settings: dict[str, Any] = {} if primary else {"x_disable_stats": True, "console": "off"}
-    if (
-        wandb.setup().settings.mode == "online"
-    ):  # unless WANDB_MODE or `wandb offline` say otherwise
+    # Unless WANDB_MODE or `wandb offline` say otherwise.
+    if wandb.setup().settings.mode == "online":
         label = "trainer" if primary else "samples"
         settings |= {
             "mode": "shared",

@@ -281,9 +281,8 @@ class RunPage:
         """Return a line on each kind of worker, and on each worker as far as there is room, the
         troubled first."""
         workers = self._status.get("workers", [])
-        if (
-            self.ended
-        ):  # their states are those of the last moment in which the run could write them
+        # Their states are those of the last moment in which the run could write them.
+        if self.ended:
             workers = [w | {"state": "ended"} if w["state"] != "dead" else w for w in workers]
         none = "workers: none" if self.ended else "workers: none yet"
         lines = [_rule("workers" if workers else none, width)]

@@ -267,9 +267,8 @@ class Reader:
     def _of_text(self, text: str) -> str | None:
         """Return the letter of the only option with this text, articles aside."""
         text = _bare_text(text)
-        if (
-            not self.options or len(text) > self._max_option_length
-        ):  # saves computing a long text's key
+        # Saves computing a long text's key.
+        if not self.options or len(text) > self._max_option_length:
             return None
         for wording, letters in zip(
             (text, _without_article(text)), self._letters_by_key, strict=True

@@ -207,9 +207,8 @@ def _same_sets(response: str, answer: str, algebra: bool) -> bool | None:
     response_sets, answer_sets = _sets(response), _sets(answer)
     if response_sets is None and answer_sets is None:
         return None
-    if (
-        response_sets is None or answer_sets is None
-    ):  # an interval for the inequality, or the reverse
+    # An interval for the inequality, or the reverse.
+    if response_sets is None or answer_sets is None:
         interval = response if response_sets is None else answer
         sets = response_sets or answer_sets
         brackets, ends = split_list(interval)
@@ -305,9 +304,8 @@ def _same_equation(response: str, answer: str, algebra: bool) -> bool:
     """Compare values, chains of equalities, and equations with variables."""
     response_names, response_values = split_equation(response)
     answer_names, answer_values = split_equation(answer)
-    if (
-        response_names and answer_names and not response_values and not answer_values
-    ):  # x = y is y = x
+    # x = y is y = x.
+    if response_names and answer_names and not response_values and not answer_values:
         return {_reading(name) for name in response_names} == {
             _reading(name) for name in answer_names
         }

@@ -87,13 +87,11 @@ def _function(name: str, row: dict[str, Any]) -> tuple[RewardFunction, dict[str,
     }
     if isinstance(named.function, type):  # a judge; its keyword names also mean columns of a row
         hosts = keywords.pop("hosts", None) or [urlsplit(str(row.get("url", ""))).hostname or ""]
-        if not isinstance(
-            keywords.get("images", False), bool
-        ):  # the row's images, not the judge's switch
+        # The row's images, not the judge's switch.
+        if not isinstance(keywords.get("images", False), bool):
             del keywords["images"]
-        if "{response}" not in str(
-            keywords.get("prompt", "{response}")
-        ):  # the question, not the judge's prompt
+        # The question, not the judge's prompt.
+        if "{response}" not in str(keywords.get("prompt", "{response}")):
             del keywords["prompt"]
         return named_function(name, keywords, hosts)[0], {key: row[key] for key in keywords}
     return named_function(name, keywords)[0], keywords

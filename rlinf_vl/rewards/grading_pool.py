@@ -95,9 +95,8 @@ class GradingPool:
         with self._slots, ours:
             with theirs:
                 socket.send_fds(questions, [question], [theirs.fileno()])
-            ours.settimeout(
-                self.wall_limit_s + 0.5
-            )  # longer, so that the worker's timer ends first
+            # Longer, so that the worker's timer ends first.
+            ours.settimeout(self.wall_limit_s + 0.5)
             return ours.recv(1)
 
     def _server(self) -> socket.socket:

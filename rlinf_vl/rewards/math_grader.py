@@ -70,9 +70,8 @@ def check_reference(answer: str) -> None:
         raise GradingError(
             f"the reference answer {answer[:80]!r} is empty, too long or in a broken box"
         )
-    for attempt in range(
-        2 if _COSTLY.search(reference) else 0
-    ):  # the first may fail on a busy machine
+    # The first may fail on a busy machine.
+    for attempt in range(2 if _COSTLY.search(reference) else 0):
         try:
             # "0+" makes the texts differ; equal ones would be the same without any algebra.
             _same(f"0+{reference}", reference)

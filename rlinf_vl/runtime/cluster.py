@@ -55,9 +55,8 @@ def record_path() -> Path:
 
     Two hosts may share a disk, and containers their process ids, so the network tells hosts apart.
     """
-    root = (
-        os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    )  # as Ray looks for its own
+    # As Ray looks for its own.
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return (
         Path(root) / f"rlinf_vl-{os.getuid()}" / f"node-{os.stat('/proc/self/ns/net').st_ino}.json"
     )

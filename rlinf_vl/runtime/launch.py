@@ -159,9 +159,8 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
     address, node_ip = cluster_to_join(cluster.ray_address, os.environ)
     RayConfig.initialize("")  # Ray read RAY_AUTH_MODE at its import; this reads it again
     if address:
-        if not reachable(
-            address.removeprefix("ray://"), timeout=PROBE_S
-        ):  # Ray itself would wait for minutes
+        # Ray itself would wait for minutes.
+        if not reachable(address.removeprefix("ray://"), timeout=PROBE_S):
             is_variable = cluster.ray_address == "auto" and "RAY_ADDRESS" in os.environ
             raise ConfigError(
                 f"{'the environment variable RAY_ADDRESS' if is_variable else 'cluster.ray_address'}: "
@@ -182,9 +181,8 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
         )
     else:
         former = {name: os.environ[name] for name in environment if name in os.environ}
-        os.environ.update(
-            environment
-        )  # all processes of a private cluster inherit it from the first ones
+        # All processes of a private cluster inherit it from the first ones.
+        os.environ.update(environment)
         try:
             with _own_sessions():
                 ray.init(
@@ -267,9 +265,8 @@ def reserve(
             placement.map(_addresses(nodes, groups)),
         )
         process_options: list[dict[str, Any]] = []
-        for slots in (
-            users[: len(ranks)] if is_elastic else users
-        ):  # elastic workers get seats below
+        # Elastic workers get seats below.
+        for slots in users[: len(ranks)] if is_elastic else users:
             number = placement.node_of(slots[0])
             bundle = sum(
                 1

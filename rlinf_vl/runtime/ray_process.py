@@ -76,10 +76,11 @@ def own_process(cpu_threads: int | None, device: str) -> None:
         node = ray.get_runtime_context().get_node_id()
         (gpus,) = (n["Resources"].get("GPU", 1) for n in ray.nodes() if n["NodeID"] == node)
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))
+    # Of its children, too.
     os.environ |= {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-    }  # of its children, too
+    }
     torch.set_num_threads(threads)
 
 
@@ -229,9 +230,8 @@ def wait_for_all(
         try:
             ray.get(done)
         except RayError as error:
-            if not isinstance(
-                error, RayActorError | RayTaskError
-            ):  # the actor's node is lost, or its result
+            # The actor's node is lost, or its result.
+            if not isinstance(error, RayActorError | RayTaskError):
                 raise ActorsLost(f"an actor is lost: {cause_of(error)}") from error
             if isinstance(error, RayActorError):
                 if error.actor_init_failed:  # any other actor's constructor would fail, too

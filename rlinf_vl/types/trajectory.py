@@ -20,16 +20,14 @@ class TokenSequence:
     """
 
     ids: np.ndarray  # int32, image placeholders expanded
-    loss_mask: (
-        np.ndarray
-    )  # bool, True where the policy sampled the token (False: prompt or observation)
+    # Bool, True where the policy sampled the token (False: prompt or observation)
+    loss_mask: np.ndarray
     #: float32, log-probability at the sampling temperature over all ids that are not banned (top-k
     #: and top-p restrict the sampling, not this distribution), 0 where not sampled; None if
     #: `rollout.return_logprobs` is off.
     logprobs: np.ndarray | None
-    versions: (
-        np.ndarray
-    )  # int32, version of the weights that sampled the token, -1 where not sampled
+    # Int32, version of the weights that sampled the token, -1 where not sampled.
+    versions: np.ndarray
     images: tuple[tuple[ImageRef, Grid], ...] = ()  # in order of placeholders, repeats included
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays by name
     #: Experts that the engine chose for each token, uint8 or int16 [T, L·k] (`Mixture.dtype`): k in

@@ -100,9 +100,8 @@ def main() -> str | None:
     problems += [
         f"{name} loads {url}" for name, text in pages.items() for url in LOADED.findall(text)
     ]
-    architecture = pages[
-        "architecture.html"
-    ]  # links out of the documentation become the file's name
+    # Links out of the documentation become the file's name.
+    architecture = pages["architecture.html"]
     if "<code>controller/loop.py</code>" not in architecture or 'href="../' in architecture:
         problems.append("architecture.html links out of the site")
     generator = runpy.run_path(str(DOCS / "generate_memory_page.py"))

@@ -73,9 +73,8 @@ def test_advantages_are_the_files_of_rewards_less_penalty_and_kl(run):
     table = pd.read_parquet(run / "toy-grpo-cpu/trajectories").query("split == 'train'")
     first = table[table.step == 1]
     length = first.rollout_logprobs.map(len)
-    paid = (
-        first.reward - (length - 12).clip(lower=0) / 12
-    )  # at step 1 policy and reference are one: no KL
+    # At step 1 policy and reference are one: no KL.
+    paid = first.reward - (length - 12).clip(lower=0) / 12
     expected = paid - paid.groupby(first.group_id).transform(
         lambda group: np.sort(group)[(len(group) - 1) // 2]
     )
@@ -106,10 +105,11 @@ def test_its_checkpoint_goes_on_to_the_same_numbers(run, own, tmp_path):
         }
         for folder in (run, tmp_path)
     )
+    # Of a worker that has just begun.
     for name in (
         "rollout/engine_busy",
         "data/object_store_bytes",
-    ):  # of a worker that has just begun
+    ):
         before.pop(name, None), after.pop(name, None)
     assert after == before
     assert lines(tmp_path, "ledger")[-1] == lines(run, "ledger")[-1]

@@ -131,9 +131,8 @@ def test_check_counts_the_nodes(cluster, head_file):
             assert (
                 f"2 of 2 node(s) ({head.ip}, {other.ip}) offer 3 CPU(s); at least 3 wanted" in said
             )
-    assert "offer 2 GPU(s); at least 2 wanted" in head.run(
-        *script("check_ray.sh", "2")
-    )  # that Ray was told of
+    # That Ray was told of.
+    assert "offer 2 GPU(s); at least 2 wanted" in head.run(*script("check_ray.sh", "2"))
 
 
 def test_a_peer_that_does_not_come(cluster):
@@ -274,9 +273,8 @@ def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
     asking = [sys.executable, "-c", finding]
     assert head.run(*asking).endswith(f"('{head.ip}:{PORT}', '{head.ip}')\n")
     for process in other.processes():
-        if process.name().startswith(
-            "ray::"
-        ):  # agents, which end by themselves after their raylet: unless they can't
+        # Agents, which end by themselves after their raylet: unless they can't.
+        if process.name().startswith("ray::"):
             process.suspend()
     for host, name in [(head, "gcs_server"), (other, "raylet")]:
         for process in host.processes():

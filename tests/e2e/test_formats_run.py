@@ -186,7 +186,6 @@ def test_rows_of_every_format_train_two_steps_and_go_on_as_if_nothing_had_been(t
         comparable(tmp_path / "resumed/toy-grpo-cpu")[2],
         "actor/rollout_train_abs_diff_max",
     )
-    assert resumed.pop(noisy) == pytest.approx(
-        metrics[2].pop(noisy), abs=1e-5
-    )  # of last digits, the largest
+    # Of last digits, the largest.
+    assert resumed.pop(noisy) == pytest.approx(metrics[2].pop(noisy), abs=1e-5)
     assert resumed == pytest.approx(metrics[2], rel=1e-5, abs=1e-6)

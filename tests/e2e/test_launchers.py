@@ -89,9 +89,8 @@ def test_slurm_runs_a_part_on_each_node_and_has_the_exit_code(hosts, tmp_path):
         done.stdout.count(how)
         for how in ("none of this node is left", "has gone while this node joined")
     ]
-    assert (
-        sum(ended) == 2 and ended[0] >= 1
-    )  # the second may still be joining when so short a run is over
+    # The second may still be joining when so short a run is over.
+    assert sum(ended) == 2 and ended[0] >= 1
     assert not list((ROOT / "results").glob(f".ray-head-{job}-*"))
 
 

@@ -105,9 +105,8 @@ def test_an_actor_rank_is_stopped_in_training(undisturbed, tmp_path):
     before = shared_memory()
     run = Run(tmp_path, *OVERRIDES)
     run.until_step(3)
-    run.until(
-        (run.folder / "checkpoints/global_step_2").exists
-    )  # written while step 3 is trained, or later
+    # Written while step 3 is trained, or later.
+    run.until((run.folder / "checkpoints/global_step_2").exists)
     rank = run.until(lambda: run.actors("ray::ActorRank.update"))[-1]
     rank.suspend()
     output = run.finish()

@@ -17,9 +17,8 @@ def test_the_error_of_an_actor(tmp_path):
     run = Run(tmp_path / "runs", f"rollout.model.model_path={model}")
     text = run.finish(expect=1)
     assert "SafetensorError: Error while deserializing header" in text
-    told = [
-        line for line in text.splitlines() if "INFO" not in line
-    ]  # beside what tells how the start gets on
+    # Beside what tells how the start gets on.
+    told = [line for line in text.splitlines() if "INFO" not in line]
     assert len(told) <= 3 and "Traceback" not in text and "\x1b[" not in text, text
     assert f"The whole of it is in {run.folder / 'error.txt'}" in text
     assert "in load_model" in (run.folder / "error.txt").read_text()

@@ -240,9 +240,8 @@ def test_a_group_is_one_card_with_its_answers_in_a_table(browser, research):
     browser.click(".group tbody button")
     assert browser.run(f"{group}.querySelector('.detail .tokens span').textContent.length") > 0
     browser.choose("split", "val")
-    assert (
-        browser.run("document.querySelectorAll('.group').length") == 0
-    )  # one answer each: as before
+    # One answer each: as before.
+    assert browser.run("document.querySelectorAll('.group').length") == 0
     assert browser.problems == []
 
 

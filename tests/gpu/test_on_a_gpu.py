@@ -106,9 +106,8 @@ def test_delta_nets_and_their_gradients(row, dtype):
     (lengths, prefix), sizes = DELTA_ROWS[row], (2, 4, 64, 64, 4)
     exact = delta_inputs(sum(lengths), sizes)
     ours = [x.detach().to(CUDA, dtype).requires_grad_() for x in exact]
-    ours[1] = (
-        exact[1].detach().float().to(CUDA).requires_grad_()
-    )  # log decays are float32 in a model, too
+    # Log decays are float32 in a model, too.
+    ours[1] = exact[1].detach().float().to(CUDA).requires_grad_()
     layout = DeltaLayout(np.cumsum([0, *lengths]), np.array(prefix), CUDA)
     out, _, states = delta_rule(*ours[:3], Mixer(ours[3], *sizes[:4]), layout, None)
     expected, _, expected_states = by_path(lengths, prefix, *exact, sizes)

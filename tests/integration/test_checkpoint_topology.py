@@ -112,10 +112,11 @@ def assert_close(ours, theirs):
         np.testing.assert_allclose(value, theirs[name], atol=2e-6, rtol=1e-4, err_msg=name)
 
 
+# Ranks, how many of them share a row, how many have the weights between them.
 ALONE, PAIR = (
     (1, 1, None),
     (2, 1, None),
-)  # ranks, how many of them share a row, how many have the weights between them
+)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +140,8 @@ def test_a_checkpoint_fits_any_ranks_and_holds_what_was_when_it_was_begun(
             processes.run(ranks, go_on, str(tmp_path), *layout)
         ):
             for name, value in saved[0][1].items():
-                np.testing.assert_array_equal(
-                    read[name], value, err_msg=name
-                )  # not those of the step after
+                # Not those of the step after.
+                np.testing.assert_array_equal(read[name], value, err_msg=name)
             assert_close(later, undisturbed[1][0])
             for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
                 assert metrics[name] == pytest.approx(

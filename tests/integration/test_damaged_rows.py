@@ -304,9 +304,8 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
     found, _ = asyncio.run(rank.filter_rows("train", range(6)))
     assert (list(found.kept), found.too_long, found.bad) == (list(range(6)), {}, {})
     (tmp_path / "1.png").unlink()
-    (tmp_path / "4.png").write_bytes(
-        (tmp_path / "4.png").read_bytes()[:900]
-    )  # the header is still whole
+    # The header is still whole.
+    (tmp_path / "4.png").write_bytes((tmp_path / "4.png").read_bytes()[:900])
     summaries = list(
         answered(rank, [Task(f"g{i}", "train", i, (1, 2)) for i in found.kept]).values()
     )

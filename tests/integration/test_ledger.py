@@ -97,9 +97,8 @@ def test_a_ranks_bytes_are_the_ledgers(ranks, reshard, lora, processes, tmp_path
     )
     for part in ("parameters", "optimizer"):
         assert found[part] == said[part], part
-    if (
-        ranks == 1 or not reshard
-    ):  # kept whole through the micro-batches, and more than the shards that they end as
+    # Kept whole through the micro-batches, and more than the shards that they end as.
+    if ranks == 1 or not reshard:
         assert found["unsharded gradients"] == said["gradients"] >= found["gradients"]
     else:
         assert found["unsharded gradients"] == 0 and found["gradients"] == said["gradients"]

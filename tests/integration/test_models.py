@@ -163,9 +163,8 @@ def test_tree(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lora(name):
-    keep(
-        name, "lora", *differences(name, adapters=True), limit=3e-5
-    )  # the adapters of this test are large
+    # The adapters of this test are large.
+    keep(name, "lora", *differences(name, adapters=True), limit=3e-5)
 
 
 # --- a training step --------------------------------------------------------------------------------------------------

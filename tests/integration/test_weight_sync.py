@@ -138,13 +138,11 @@ def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_f
     restarts = pool.restarts
     _, pid = ray.get(pool.workers[1].process.remote())
     os.kill(pid, signal.SIGKILL)
-    assert_sampled_from(
-        pool, new, toy_folder, 4
-    )  # replaced on the way, and given what the other one has
+    # Replaced on the way, and given what the other one has.
+    assert_sampled_from(pool, new, toy_folder, 4)
     assert pool.restarts == restarts + 1
-    if (
-        sync.strategy != "delta"
-    ):  # which refuses to change weights of a version that it did not send
+    # Which refuses to change weights of a version that it did not send.
+    if sync.strategy != "delta":
         pool.load_weights([ray.put(bucket) for bucket in pack(old.named_parameters())], version=0)
     sync(version=5)  # the new worker takes part
     assert_sampled_from(pool, new, toy_folder, 5)

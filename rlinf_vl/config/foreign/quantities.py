@@ -246,9 +246,8 @@ def correction(q: Quantities) -> Iterator[Derived]:
         return
     level = q("tis")
     level = "token" if level is True else level
-    if isinstance(level, str) and level.endswith(
-        "_mask"
-    ):  # TRL: reject beyond the bounds instead of truncating
+    # TRL: reject beyond the bounds instead of truncating.
+    if isinstance(level, str) and level.endswith("_mask"):
         level = level.removesuffix("_mask")
         yield Derived("algorithm.rejection.level", level)
         yield Derived("algorithm.rejection.low", q.number("rejection_low", 0.0))

@@ -372,12 +372,13 @@ def inverse_of_unit_lower(a: torch.Tensor, base: int = 8) -> torch.Tensor:
         block_inverses.permute(2, 0, 1, 3)
     )
     while base < size:
+        # [n, 2, base, 2, base, pairs]
         below, blocks = (
             x.view(n, size // (2 * base), 2, base, size // (2 * base), 2, base).diagonal(
                 dim1=1, dim2=4
             )
             for x in (a, out)
-        )  # [n, 2, base, 2, base, pairs]
+        )
         lower, first, second = (
             x.movedim(-1, 1).flatten(0, 1)
             for x in (below[:, 1, :, 0], blocks[:, 0, :, 0], blocks[:, 1, :, 1])

@@ -11,9 +11,8 @@ from rlinf_vl.engines.sglang.messages import BAN
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: item.name.startswith("test_a_killed_scheduler")
-    )  # it ends the engine: the last to run
+    # It ends the engine: the last to run.
+    items.sort(key=lambda item: item.name.startswith("test_a_killed_scheduler"))
     if importlib.util.find_spec("sglang") is None:
         reason = "SGLang is not installed here; `bash requirements/install.sh --sglang --dev` makes an environment"
         for item in items:

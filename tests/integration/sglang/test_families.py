@@ -164,9 +164,8 @@ def test_every_weight_of_the_engine_is_written_by_a_sync(member):
     def check(action):
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        asked = CheckWeightsReqInput(
-            action=action, skip_tensor_list=["axis_map"]
-        )  # which is no weight
+        # Which is no weight.
+        asked = CheckWeightsReqInput(action=action, skip_tensor_list=["axis_map"])
         done, message, ranks, _ = engine.host.run(engine.host.manager.check_weights, asked).result()
         assert done, message
         return ranks and ranks[0]["checksums"]

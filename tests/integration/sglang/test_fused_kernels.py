@@ -56,10 +56,11 @@ def rotate(torch, fused):
                 torch.autograd.grad(out, x, grad)[0],
                 torch.autograd.grad(expected, exact, grad.double())[0],
             )
+    # A vision tower's queries and keys at once.
     x, angles = (
         torch.randn(4, 2, 3, 8),
         torch.randn(4, 1, 1, 8),
-    )  # a vision tower's queries and keys at once
+    )
     first, second = x.chunk(2, -1)
     expected = x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
     close(fused.rotate(x, angles.cos(), angles.sin()), expected.double())

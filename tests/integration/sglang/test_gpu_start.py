@@ -24,9 +24,8 @@ def unresolved(library, environment):
     """Libraries that the loader does not find for `library` under these variables. Its cache, which holds a system's own
     CUDA, is left out: many machines have none."""
     (loader,) = {*Path("/lib64").glob("ld-linux-*.so.*")} or {*Path("/lib").glob("ld-linux-*.so.*")}
-    environment = environment | {
-        "LD_TRACE_LOADED_OBJECTS": "1"
-    }  # list the libraries instead of running
+    # List the libraries instead of running.
+    environment = environment | {"LD_TRACE_LOADED_OBJECTS": "1"}
     done = subprocess.run(
         [loader, "--inhibit-cache", library], env=environment, capture_output=True, text=True
     )
@@ -81,9 +80,8 @@ def on_an_h100(toy, tmp_path_factory):
     )
     cases["misspelt"] = cases["split"][0] | {"enable_memory_savers": True}, {}
     program = Path(__file__).with_name("pretended_h100.py")
-    ours = {
-        name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")
-    }  # of the CPU's engine
+    # Of the CPU's engine.
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     done = subprocess.run(
         [sys.executable, program], input=json.dumps(cases), env=ours, capture_output=True, text=True
     )
@@ -137,6 +135,5 @@ def test_ranks_and_engines_share_their_nccl_settings(on_an_h100, kind):
         >= rank.items()
         >= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items()
     )
-    assert set(engine) - set(rank) <= {
-        "NCCL_GRAPH_REGISTER"
-    }  # of graphs, which the ranks don't capture
+    # Of graphs, which the ranks don't capture.
+    assert set(engine) - set(rank) <= {"NCCL_GRAPH_REGISTER"}

@@ -42,9 +42,8 @@ class Episodes:
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         observed = {"role": "user", "content": [*parts, {"type": "text", "text": "What now?"}]}
         said = np.concatenate([request.ids, sample.ids])
-        asked = Observation(
-            ({"role": "user", "content": "?"},), ()
-        )  # stands for all that was said before
+        # Stands for all that was said before.
+        asked = Observation(({"role": "user", "content": "?"},), ())
         ids, grids = self.toy.renderer.follow(
             said, asked, [(sample.ids, Observation((observed,), tuple(images)))]
         )

@@ -15,10 +15,11 @@ from rlinf_vl.config import load_config
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport.buckets import pack
 
+# Engines start, one after the other.
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(900),
-]  # engines start, one after the other
+]
 #: Several buckets even for the toy.
 BUCKET_BYTES = 2**18
 GROUPS, SAMPLES = 24, 8

@@ -201,7 +201,8 @@ def test_a_tower_that_was_frozen_and_is_now_trained_starts_without_optimizer_sta
     steps = {
         (".visual." in name, float(state[param]["step"])) for name, param in parameters.items()
     }
+    # Two mini-batches a step, of which the others have had one more.
     assert steps == {
         (True, 2.0),
         (False, 4.0),
-    }  # two mini-batches a step, of which the others have had one more
+    }

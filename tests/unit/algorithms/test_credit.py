@@ -42,9 +42,8 @@ def test_turns_by_hand():
     expected = [a / stds[k] for a, k in zip(plain.tolist(), [0, 1, 0, 1, 0, 1, 2], strict=True)]
     torch.testing.assert_close(turn_advantages(rewards, whose, group, eps=0.0), double(expected))
     others = turn_advantages(rewards, whose, group, normalize=False, leave_one_out=True)
-    torch.testing.assert_close(
-        others, plain * 1.5
-    )  # n / (n - 1) for both turn numbers that three have
+    # N / (n - 1) for both turn numbers that three have.
+    torch.testing.assert_close(others, plain * 1.5)
     half = turn_advantages(rewards, whose, group, discount=0.5, normalize=False)
     torch.testing.assert_close(half[[0, 2, 4]], double([0.5, 0, 0.75]) - 1.25 / 3)
 

@@ -66,18 +66,18 @@ def test_the_ratio_of_a_sequence_by_hand():
         segment_ids=torch.tensor([4, 4, 4, 7, 7]),
     )  # fmt: skip
     up, down = math.exp(0.3), math.exp(-0.1)
+    # The second is clipped below: max(2·0.905, 2·0.95)
     expected = [
         -up,
         -up,
         0.0,
         2 * 0.95,
         2 * 0.95,
-    ]  # the second is clipped below: max(2·0.905, 2·0.95)
+    ]
     torch.testing.assert_close(loss.detach(), torch.tensor(expected, dtype=torch.float64))
     assert stats["clip_fraction"] == 0.5 and stats["ratio_max"].item() == pytest.approx(up)
-    (gradient,) = torch.autograd.grad(
-        loss.sum(), logprobs
-    )  # each token has half of the sequence's, twice
+    # Each token has half of the sequence's, twice.
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     torch.testing.assert_close(
         gradient, torch.tensor([-up, -up, 0.0, 0.0, 0.0], dtype=torch.float64)
     )

@@ -389,9 +389,8 @@ for _kind in CLIPS:
             partial(verl_loss, _kind, _mode),
         )
 for _kind in CORRECTED:
-    for _mode in (
-        DENOMINATORS if _kind != "IcePop" else MODES[:1]
-    ):  # its weights of 0 count in a sequence's own mean
+    # Its weights of 0 count in a sequence's own mean.
+    for _mode in DENOMINATORS if _kind != "IcePop" else MODES[:1]:
         _what = f"{_kind} {_mode}"
         CASES["verl", _what] = (
             partial(our_correction, _kind, _mode),

@@ -290,9 +290,8 @@ def test_signals_mean_what_they_meant_before():
     with stop.installed():
         assert signal.getsignal(signal.SIGINT) == stop._receive
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    thread = threading.Thread(
-        target=lambda: stop.installed().__enter__()
-    )  # where no handler can be set
+    # Where no handler can be set.
+    thread = threading.Thread(target=lambda: stop.installed().__enter__())
     thread.start()
     thread.join()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -297,9 +297,8 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
 
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(running, "prepare_toys", goes_on)
-    monkeypatch.setattr(
-        running, "rehearse", lambda config: "ready"
-    )  # tests/unit/rollout/test_rehearsal.py
+    # Tests/unit/rollout/test_rehearsal.py.
+    monkeypatch.setattr(running, "rehearse", lambda config: "ready")
     monkeypatch.setattr(gpus, "gpu_memory", lambda: ())
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name)

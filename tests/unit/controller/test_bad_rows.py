@@ -77,9 +77,8 @@ def test_a_resumed_run_counts_no_row_twice(tmp_path):
     with before.path.open("a") as file:
         file.write('{"step": 6, "spl')  # torn by a crash
     after = BadRows(tmp_path, 1.0, {"train": 10})
-    assert after.counts() == {
-        "train": 1
-    }  # what the filter found it finds again, unless it was repaired
+    # What the filter found it finds again, unless it was repaired.
+    assert after.counts() == {"train": 1}
     after.add("train", rows(1))
     after.add("train", rows(1, "TimeoutError", start=5), step=6)
     assert after.counts() == {"train": 2}

@@ -208,9 +208,8 @@ def test_a_step_where_a_minibatch_has_nothing_to_train():
 
 
 def test_items_carry_prompt_and_response_apart():
-    observed = replace(
-        summary("a", [1.0, 0.0], [5, 6], patches=12), response_tokens=(3, 6)
-    )  # 2 of 5 tokens not sampled
+    # 2 of 5 tokens not sampled.
+    observed = replace(summary("a", [1.0, 0.0], [5, 6], patches=12), response_tokens=(3, 6))
     step = plan([observed], ranks=1)
     assert step.minibatches[0][0].micro_batches == (
         (Item(0, 0, 20, 5, 3, 12), Item(0, 1, 20, 6, 6, 12)),

@@ -134,10 +134,10 @@ def test_a_documented_row_becomes_a_problem(tmp_path: Path, name: str, declared:
 def test_every_format_is_recognised_by_what_its_example_has() -> None:
     for name, row in ROWS.items():
         assert RowFormat().for_columns(row).format == name
-    assert (
-        RowFormat().for_columns({"problem", "seed"}).format == "seeds"
-    )  # the rows of seeds://N, which have no answer
+    # The rows of seeds://N, which have no answer.
+    assert RowFormat().for_columns({"problem", "seed"}).format == "seeds"
     assert set(FORMATS) == {*ROWS, "folder", "seeds"} == {name for name, _ in RECOGNISED}
+    # As published sets have further ones.
     ours = {
         "problem",
         "answer",
@@ -145,7 +145,7 @@ def test_every_format_is_recognised_by_what_its_example_has() -> None:
         "messages",
         "prompt",
         "label",
-    }  # as published sets have further ones
+    }
     assert RowFormat().for_columns(ours).prompt_key == "problem"
 
 
@@ -279,11 +279,12 @@ def test_answers_that_no_grader_reads_are_what_the_row_says(tmp_path: Path) -> N
     assert (found[0].answer, found[1].answer) == ('["2", "two"]', "")
     with pytest.raises(RowError, match="column 'reward_model.ground_truth' is empty"):
         found[2]
+    # SkyRL, examples/visgym.
     stub = {
         "prompt": messages("placeholder"),
         "env_class": "visgym",
         "visgym_env_id": "maze_2d/easy",
-    }  # SkyRL, examples/visgym
+    }
     (ticket,) = open_rows(tmp_path / "stub.parquet", [stub])
     assert ticket.answer == "" and ticket.columns == {
         "env_class": "visgym",

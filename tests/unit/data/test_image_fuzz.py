@@ -102,9 +102,8 @@ def test_every_truncation(format: str) -> None:
         "not an image",
         "image can't be decoded",
     }
-    assert (
-        found[len(found) // 4] is not None
-    )  # a quarter, as there may be two frames, of which one is enough
+    # A quarter, as there may be two frames, of which one is enough.
+    assert found[len(found) // 4] is not None
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -57,9 +57,8 @@ def logged_metrics() -> set[str]:
 
     phases = first_arguments("timed")
     found = {name for tree in trees for name in metrics_of(tree, phases)}
-    return found - first_arguments(
-        "pop"
-    )  # parts of other metrics, taken out before anything is logged
+    # Parts of other metrics, taken out before anything is logged.
+    return found - first_arguments("pop")
 
 
 def documented_metrics() -> list[str]:

@@ -222,9 +222,8 @@ def test_commands_are_taken(
     page: Path, command: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Runs by their config, with every override; verbs by their parser; for the others a test is named."""
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda package: object()
-    )  # SGLang, where an example wants it
+    # SGLang, where an example wants it.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
     without_variables = re.sub(r"^([A-Z_]+=\S+ )+", "", command)
     words = shlex.split(without_variables, comments=True)
     if words[:2] == ["bash", RUN]:

@@ -56,9 +56,8 @@ class Dense:
                 torch.testing.assert_close(
                     part.out[i] / part.total[i], expected, atol=1e-6, rtol=1e-5
                 )
-                scores = (q[i] @ keys.transpose(-1, -2) * 0.3).logsumexp(
-                    -1, keepdim=True
-                )  # what merging goes by
+                # What merging goes by.
+                scores = (q[i] @ keys.transpose(-1, -2) * 0.3).logsumexp(-1, keepdim=True)
                 torch.testing.assert_close(
                     part.top[i] + part.total[i].log(), scores, atol=1e-5, rtol=1e-5
                 )

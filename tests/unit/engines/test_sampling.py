@@ -71,9 +71,8 @@ def test_greedy_rows_take_the_likeliest_at_any_number():
     torch.testing.assert_close(logprobs[::2], P.log()[1].expand(500))
 
 
-RISES = torch.zeros(len(P)).index_fill(
-    0, torch.tensor([0, 2, 5, 9]), 1e-3
-)  # where an id has no probability
+# Where an id has no probability.
+RISES = torch.zeros(len(P)).index_fill(0, torch.tensor([0, 2, 5, 9]), 1e-3)
 CUMULATIVES = {
     "rises at banned ids": P.cumsum(0) + RISES,
     "falls behind banned ids": P.cumsum(0) + RISES - 2 * RISES.roll(1),

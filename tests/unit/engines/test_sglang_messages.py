@@ -122,9 +122,8 @@ def test_patches_travel_as_a_name_and_arrive_as_they_were(files):
     for number, there in enumerate(arrived):
         here = np.random.default_rng(number + 1).standard_normal(there.shape).astype(np.float32)
         np.testing.assert_array_equal(there.numpy(), here)
-        assert (
-            there.untyped_storage().nbytes() == here.nbytes
-        )  # its own: pickled again, it does not carry the others
+        # Its own: pickled again, it does not carry the others.
+        assert there.untyped_storage().nbytes() == here.nbytes
     there.add_(1)  # and nobody else's
     with pytest.raises(FileNotFoundError):
         pickle.loads(message)
@@ -166,9 +165,8 @@ def test_a_request_with_an_image_that_can_not_be_used_holds_nothing(files):
 
 
 def test_routes_are_those_of_the_layers_that_have_a_mixture():
-    told = np.arange(4 * 3 * 2, dtype=np.int32).reshape(
-        4, 3, 2
-    )  # tokens but the last, layers, experts of a token
+    # Tokens but the last, layers, experts of a token.
+    told = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
     for experts, dtype in ((256, np.uint8), (300, np.int16)):
         routes = messages.routes_of(
             base64.b64encode(told.tobytes()).decode(), 5, Mixture((0, 2), experts, 2)

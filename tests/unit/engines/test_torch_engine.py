@@ -228,9 +228,8 @@ def test_an_engine_that_makes_no_step_is_not_alive_until_it_goes_on(engine_of, m
     assert wedged.wait(60)
     assert engine.alive(3600), "a step may take its time"
     wait_until(lambda: not engine.alive(0.01))
-    sync = threading.Thread(
-        target=engine.load_weights, args=([], 1)
-    )  # waits for the step, and changes nothing
+    # Waits for the step, and changes nothing.
+    sync = threading.Thread(target=engine.load_weights, args=([], 1))
     sync.start()
     wait_until(lambda: engine._threads_waiting)
     engine.submit([request(prompts()[1], 1, max_new_tokens=3)])

@@ -220,10 +220,11 @@ def test_thoughts_hold_no_calls():
 
 
 def test_an_episode_cut_short_is_worth_a_wrong_answer():
+    # To which reward functions add what the answer is worth.
     for end, worth in (
         (["42"], 0.0),
         ([], -1.0),
-    ):  # to which reward functions add what the answer is worth
+    ):
         env = desk()
         assert (
             sum(env.step(said).reward for said in [call("multiply", a=1), call("fail"), *end])

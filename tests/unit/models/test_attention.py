@@ -101,9 +101,8 @@ def test_equals_masked_attention(row, kernel, kv_heads):
 @pytest.mark.parametrize("kernel", HERE, indirect=True)
 def test_large_scores_neither_overflow_nor_leak_through_padding(kernel):
     lengths, prefix = [9, 12, 10, 11], [-1, 0, 0, 0]
-    q, k, v = inputs(
-        sum(lengths), 2, 2, scale=30.0
-    )  # scores in the thousands: exp of a wrong difference is inf
+    # Scores in the thousands: exp of a wrong difference is inf.
+    q, k, v = inputs(sum(lengths), 2, 2, scale=30.0)
     plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
     expected = scaled_dot_product_attention(
         q, k, v, attn_mask=mask_of(lengths, prefix), scale=SCALE
@@ -179,9 +178,8 @@ def test_queries_over_keys_of_their_own(kernel, scale):
         found.append([out, lse, *made.backward(grad.to(out.dtype), *tensors, out, lse, SCALE)])
     assert all(torch.isfinite(x).all() for x in found[0])
     pairs = list(zip(*found, strict=True))
-    for ours, exact in (
-        pairs if scale == 1 else pairs[:2]
-    ):  # large scores leave gradients of rounding
+    # Large scores leave gradients of rounding.
+    for ours, exact in pairs if scale == 1 else pairs[:2]:
         assert (ours.float() - exact).norm() <= (
             0.02 if dtype == torch.bfloat16 else 2e-5
         ) * exact.norm()

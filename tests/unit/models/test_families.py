@@ -40,10 +40,11 @@ def test_prices_are_ratios_of_multiply_adds():
     prices = FAMILY.prices(config, True)
     assert prices.attention == pytest.approx(3 * (10 + 10) / linear)  # a pair: scores and values
     assert prices.head == pytest.approx(44 / linear)
+    # A merger runs once for four patches.
     block, merger = (
         4 * 6 * 6 + 2 * 6 * 13,
         (24 * 24 + 24 * 4) / 4,
-    )  # a merger runs once for four patches
+    )
     assert prices.patch == pytest.approx((2 * block + 2 * merger) / linear)
     assert FAMILY.prices(config, False).patch == pytest.approx(prices.patch / 3)
 
@@ -84,9 +85,8 @@ def test_every_layer_named_is_there(family):
 def test_decoding_stores_keys_and_values_of_every_layer():
     state = FAMILY.decode_state(tiny_model().config)
     assert state.kv_layers == (0, 1) and state.row_bytes() == 0
-    assert (
-        state.token_bytes(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
-    )  # k and v, layers, heads, head size, bytes
+    # K and v, layers, heads, head size, bytes.
+    assert state.token_bytes(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -70,9 +70,8 @@ class Played:
         self.turns[number] = Turn(sequence, start, len(self.ids), "stop", 0.0)
 
     def observe(self, *new):
-        asked = Observation(
-            ({"role": "user", "content": "?"},), ()
-        )  # stands for all that was said before
+        # Stands for all that was said before.
+        asked = Observation(({"role": "user", "content": "?"},), ())
         said = Observation(new, tuple(self._shown(new)))
         ids, grids = self.renderer.follow(self.ids, asked, [(self.answered, said)])
         self._add(ids[len(self.ids) :], grids)

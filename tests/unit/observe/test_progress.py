@@ -114,11 +114,12 @@ def test_time_left_is_judged_by_the_last_steps_and_not_by_start_up(caplog, monke
     run.begin(100, 90)
     for step in (91, 92, 93):
         run.update(step, {})
+    # 8 · 3 s, 7 · 3.5 s.
     assert [m.partition("left ")[2] for m in caplog.messages] == [
         "",
         "0:00:24",
         "0:00:24",
-    ]  # 8 · 3 s, 7 · 3.5 s
+    ]
 
 
 def test_terminal_shows_one_line_with_step_metrics_and_phase():
@@ -149,9 +150,8 @@ def test_log_lines_do_not_tear_the_live_line(root_logging):
     lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
     (logged,) = [line for line in lines if "weights are here [0]" in line]
     assert "step 1/2" not in logged  # a line of its own
-    assert lines.index(logged) < max(
-        i for i, line in enumerate(lines) if "step 1/2" in line
-    )  # above the live one
+    # Above the live one.
+    assert lines.index(logged) < max(i for i, line in enumerate(lines) if "step 1/2" in line)
 
 
 def test_setup_logging_on_no_terminal_is_plain_and_idempotent(root_logging):

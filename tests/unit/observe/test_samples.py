@@ -187,9 +187,8 @@ def test_inert_text_is_no_markup():
 def python(code, **environment):
     """What a new process prints that runs `code`, with this file's helpers."""
     code = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_samples import *\n{code}"
-    inherited = {
-        k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"
-    }  # of a process that is none of its parents
+    # Of a process that is none of its parents.
+    inherited = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=True,

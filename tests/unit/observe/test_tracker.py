@@ -235,11 +235,12 @@ class FakeWandb(types.ModuleType):
 def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    # The last goes on from a's checkpoint.
     for folder, resume_step, step in (
         ("a", -1, 1),
         ("a", 1, 2),
         ("b", 1, 1),
-    ):  # the last goes on from a's checkpoint
+    ):
         (tmp_path / folder).mkdir(exist_ok=True)
         trackers = make_trackers(tmp_path / folder, ["wandb"], **NAMES, resume_step=resume_step)
         trackers.log(step, {"x": 0.5})

@@ -240,9 +240,8 @@ def test_ctrl_c_leaves_cleanly(run, monkeypatch):
     monkeypatch.setattr(watch_module.time, "sleep", interrupt)
     console = terminal()
     watch(run, console=console)
-    assert (
-        "\x1b[?1049l" in console.file.getvalue() and "\x1b[?25h" in console.file.getvalue()
-    )  # the screen is given back
+    # The screen is given back.
+    assert "\x1b[?1049l" in console.file.getvalue() and "\x1b[?25h" in console.file.getvalue()
 
 
 def test_once_and_pipes_get_one_page(run, monkeypatch):

@@ -134,9 +134,8 @@ def test_without_shared_prompts_each_trajectory_costs_its_own():
     plan = plan_micro_batches(
         items, ranks=2, budget=1000, size=3, share_prompts=False, prices=Prices(0.1, 3.0, 0.5)
     )
-    alone = [
-        replace(item, group=k, patches=0) for k, item in enumerate(items)
-    ]  # the image is there once all the same
+    # The image is there once all the same.
+    alone = [replace(item, group=k, patches=0) for k, item in enumerate(items)]
     costs = [cost_of([item], Prices(0.1, 3.0, 0.5)) for item in alone]
     parts = [sum(costs[items.index(i)] for i in m) + 4 * (m[0].group == 0) for m in flat(plan)]
     assert plan.imbalance == pytest.approx(max(parts) / (sum(parts) / 2) - 1)

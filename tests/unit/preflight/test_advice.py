@@ -166,9 +166,8 @@ def test_known_shapes_have_the_published_number_of_parameters(name):
     )
     counted = Model(config).weights.total
     text = Model(config).shape.get_text_config()
-    if text.model_type.startswith(
-        "qwen3_5"
-    ):  # a block of full attention, a projection of two hidden states, norms
+    # A block of full attention, a projection of two hidden states, norms.
+    if text.model_type.startswith("qwen3_5"):
         hidden, width = text.hidden_size, text.head_dim
         attention = hidden * width * (3 * text.num_attention_heads + 2 * text.num_key_value_heads)
         counted += (

@@ -102,9 +102,8 @@ def test_a_cpu_cluster_has_the_slots_that_are_named():
         and found["cores"].status == "warn"
     )
     there = dataclasses.replace(CPU, cores=2, cluster="10.0.0.1:6379", cluster_answers=True)
-    assert (
-        lines(there, split, config="toy-grpo-cpu")["slots"].status == "warn"
-    )  # one that is joined has what it has
+    # One that is joined has what it has.
+    assert lines(there, split, config="toy-grpo-cpu")["slots"].status == "warn"
 
 
 def test_allocator_settings_that_the_memory_saver_refuses():

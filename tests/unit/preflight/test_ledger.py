@@ -39,14 +39,12 @@ def test_the_flagship_fits_on_80_gb_as_it_is(model, hardware):
 
 def test_parts_are_closed_forms(model):
     one, eight = (made(model, on=hardware).gpus[0].phases for hardware in CLUSTERS[:2])
-    assert (
-        one["generate"]["parameters"] == 4 * TOTAL
-    )  # master weights in float32, the frozen tower's too
+    # Master weights in float32, the frozen tower's too.
+    assert one["generate"]["parameters"] == 4 * TOTAL
     assert one["generate"]["optimizer"] == 8 * TRAINED
     assert one["train"]["gradients"] == 4 * TRAINED
-    assert (
-        one["train"]["gathered weights"] == 2 * TRAINED
-    )  # bfloat16; the tower's features come from the cache
+    # Bfloat16; the tower's features come from the cache.
+    assert one["train"]["gathered weights"] == 2 * TRAINED
     assert one["generate"]["engine weights"] == 2 * TOTAL
     assert one["generate"]["vision cache"] == GIB
     assert eight["train"]["optimizer"] == pytest.approx(TRAINED, rel=1e-3)  # 8 bytes over 8 ranks
@@ -75,9 +73,8 @@ def test_quantized_weights_are_whole_in_every_rank():
     )
     assert dense["parameters"] - one["parameters"] == 2 * layers and "4-bit weights" not in dense
     assert one["optimizer"] == dense["optimizer"]
-    assert dense["gathered weights"] - one["gathered weights"] == 2 * (
-        layers - 6144 * 2048
-    )  # but for one, dense for a moment
+    # But for one, dense for a moment.
+    assert dense["gathered weights"] - one["gathered weights"] == 2 * (layers - 6144 * 2048)
     assert eight["parameters"] < one["parameters"] / 7
 
 

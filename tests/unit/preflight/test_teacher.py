@@ -52,9 +52,8 @@ def test_another_tokenizer_is_told_with_the_token(toy_folder, other):
         and "41" in problem
         and "40" in problem
     )
-    with pytest.raises(
-        RunError, match="another tokenizer"
-    ):  # of a name on the hub, or of the toy's own, only then
+    # Of a name on the hub, or of the toy's own, only then.
+    with pytest.raises(RunError, match="another tokenizer"):
         load_trainer(config, str(toy_folder), None, 1)
 
 

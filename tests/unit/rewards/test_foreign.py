@@ -154,9 +154,8 @@ def test_completions_are_messages_where_the_row_is_a_chat(file):
         lambda completions: [len(c) * (c[0]["role"] == "assistant") for c in completions], "f", {}
     )
     assert [result.value for result in seen.results(CHAT, ANSWERS, 10.0)] == [1.0] * 4
-    with_texts = RewardFunction(
-        function_of(file, "unique_words"), "f", {}
-    )  # which its annotation asks for
+    # Which its annotation asks for.
+    with_texts = RewardFunction(function_of(file, "unique_words"), "f", {})
     assert with_texts.results(CHAT, ANSWERS, 10.0) == with_texts.results(PROBLEM, ANSWERS, 10.0)
 
 

@@ -241,13 +241,14 @@ def test_format():
 
 
 def test_lengths_are_the_papers():
+    # DAPO's own numbers.
     for tokens, worth in (
         (0, 0.0),
         (16384, 0.0),
         (18432, -0.5),
         (20480, -1.0),
         (30000, -1.0),
-    ):  # DAPO's own numbers
+    ):
         assert (
             scored("overlong", "x", "y", tokens, {"max_tokens": 20480, "buffer": 4096}).value
             == worth

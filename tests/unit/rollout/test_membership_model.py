@@ -59,9 +59,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self):
         if not self._ready and self._scheduled:
-            self.now = max(
-                self.now + 1e-6, self._scheduled[0]._when
-            )  # as any clock, it never stands for two looks
+            # As any clock, it never stands for two looks.
+            self.now = max(self.now + 1e-6, self._scheduled[0]._when)
         super()._run_once()
 
     def drain(self):
@@ -505,9 +504,8 @@ class Membership:
             if slot.live and updates.newest is not None:
                 under_way = updates.update is not None and updates.update.key is not None
                 allowed = {updates.newest, updates.update.base} if under_way else {updates.newest}
-                if (
-                    None not in allowed
-                ):  # otherwise weights were forgotten, which workers still hold
+                # Otherwise weights were forgotten, which workers still hold.
+                if None not in allowed:
                     assert slot.weights in allowed, (slot.weights, allowed)
                 assert slot.weights is None or slot.worker.version == slot.weights[1]
             if slot.live and not slot.worker.dead:

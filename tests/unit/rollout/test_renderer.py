@@ -340,9 +340,8 @@ def test_a_template_that_rewrites_history_begins_anew_and_no_other(
 def test_the_ids_behind_thoughts_are_those_that_were_sampled(processor, monkeypatch):
     """Also if one token ends the thoughts and begins what is said."""
     monkeypatch.setattr(processor.tokenizer, "chat_template", DROPS)
-    monkeypatch.setattr(
-        "rlinf_vl.rollout.renderer.END_THINK", "h"
-    )  # "Wh" + "at": no token of the tokenizer spans them
+    # "Wh" + "at": no token of the tokenizer spans them.
+    monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "h")
     renderer = Renderer(processor)
     whole = processor.tokenizer("What", add_special_tokens=False)["input_ids"]
     text, ids = renderer._split_thoughts(

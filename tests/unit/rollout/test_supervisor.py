@@ -219,9 +219,8 @@ def test_with_a_bound_a_worker_gets_one_more_for_each_that_it_finishes():
     until(lambda: len(one.batches) == 2)
     assert one.batches[1] == ["g2"] and len(two.batches) == 1
     one.answer()
-    until(
-        lambda: any("g7" in batch for batch in one.batches)
-    )  # it has done its share, and helps the other
+    # It has done its share, and helps the other.
+    until(lambda: any("g7" in batch for batch in one.batches))
     two.answer()
     assert len(submission.results()) == 8
 
@@ -277,9 +276,8 @@ def test_a_row_that_kills_its_workers_is_quarantined_and_no_other(max_running, n
     assert [name for name, group in results.items() if group == reason] == ["g3", "g5"]
     last = [worker.batches[-1] for worker in fleet.workers if worker.dead]
     assert ["g3"] in last and ["g5"] in last, "each was convicted alone"
-    until(
-        lambda: all(slot.live for slot in fleet.supervisor.slots)
-    )  # the last death was reported, too
+    # The last death was reported, too.
+    until(lambda: all(slot.live for slot in fleet.supervisor.slots))
     died = len(fleet.reports)
     assert 4 <= died <= 6
     again = dict(answered(fleet.submit(tasks(8)).results()))
@@ -681,9 +679,8 @@ def test_the_watch_survives_what_nobody_expected_and_goes_on(monkeypatch, caplog
     until(lambda: "can't be read" in caplog.text)
     fleet.workers[1].hangs = True
     until(lambda: len(fleet.workers) >= 3 and fleet.workers[1].dead)
-    until(
-        lambda: len(fleet.workers) == 4
-    )  # the other one is lost, too, once nothing can be read for long
+    # The other one is lost, too, once nothing can be read for long.
+    until(lambda: len(fleet.workers) == 4)
     assert any("it can't be watched: ValueError" in report for report in fleet.reports)
     for worker in fleet.workers:
         worker.answer()
@@ -718,9 +715,8 @@ def test_groups_that_are_cancelled_are_not_answered_and_the_others_are(max_runni
     fleet = Fleet(n=1, max_running=max_running, worker0={"manual": True})
     submission = fleet.submit(tasks(4))
     until(lambda: fleet.workers[0].batches)
-    fleet.supervisor.cancel(
-        ["g0", "g3"]
-    )  # the first is being answered, the last may not have been sent
+    # The first is being answered, the last may not have been sent.
+    fleet.supervisor.cancel(["g0", "g3"])
     until(lambda: "g0" in fleet.workers[0].cancelled)
     fleet.workers[0].answer()
     assert [summary.id for summary, _ in submission] == ["g1", "g2"]

@@ -60,9 +60,10 @@ def test_what_is_thought_and_what_is_said(
 
 def test_a_token_that_ends_thoughts_and_begins_what_is_said(toy, monkeypatch):
     monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "ha")
+    # "Wh", "at".
     whole = np.array(
         toy.processor.tokenizer("What", add_special_tokens=False)["input_ids"], np.int32
-    )  # "Wh", "at"
+    )
     found = Renderer(toy.processor).thoughts(np.concatenate([letters(toy, "xx"), whole]))
     assert (found.tokens, found.reply) == (2 + len(whole), "t")
 

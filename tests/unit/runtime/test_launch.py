@@ -45,6 +45,5 @@ def test_the_processes_of_a_private_cluster_are_out_of_reach_of_signals_for_our_
     finally:
         process.kill()
         process.wait()
-    assert services.ConsolePopen is not None and isinstance(
-        services.ConsolePopen, type
-    )  # as it was
+    # As it was.
+    assert services.ConsolePopen is not None and isinstance(services.ConsolePopen, type)

@@ -136,9 +136,8 @@ def test_auto_without_a_checkpoint_sets_a_used_folder_aside_and_leaves_a_strange
     assert not (folder / "metrics.jsonl").exists()
     other = tmp_path / "other"
     other.mkdir()
-    (other / "slurm.log").write_text(
-        "mine"
-    )  # who redirects a run's output there must not lose sight of it
+    # Who redirects a run's output there must not lose sight of it.
+    (other / "slurm.log").write_text("mine")
     config = configured(tmp_path, "runner.experiment_name=other")
     open_folder(config, other, None, EventLog(other).add)
     assert (other / "slurm.log").exists() and not happened(other)

@@ -141,9 +141,8 @@ class Tree:
 def test_what_another_pip_moved_is_told_and_put_back_and_no_broken_torchvision_stays(tmp_path):
     tree = Tree(tmp_path)
     fitting = f"0.{int(TORCH.split('.')[1]) + 15}.0"
-    add_torchvision(
-        tree.wheels, fitting, "2.13.0+cu130"
-    )  # as PyPI's is beside a CPU torch: transformers fails with it
+    # As PyPI's is beside a CPU torch: transformers fails with it.
+    add_torchvision(tree.wheels, fitting, "2.13.0+cu130")
     said = tree.install()
     assert "none for this torch can be had here" in said
     assert tree.version("torchvision") is None and tree.version("torch") == TORCH

@@ -244,9 +244,8 @@ def test_where_the_token_comes_from(rendezvous, monkeypatch, tmp_path: Path):
     assert rendezvous.token_for("10.0.0.5:6379") == ("shared", f"{tmp_path}/head.token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "home/.ray/auth_token"))
     assert rendezvous.token_for("10.0.0.5:6379")[0] == rendezvous.new_token() == home
-    monkeypatch.setenv(
-        "RAY_AUTH_TOKEN_PATH", str(record_path().with_suffix(".token"))
-    )  # as the head says, once stopped
+    # As the head says, once stopped.
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(record_path().with_suffix(".token")))
     assert rendezvous.token_for("10.0.0.5:6379")[0] == "shared"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
     assert rendezvous.token_for("10.0.0.5:6379")[0] == rendezvous.new_token() == "given"
@@ -327,9 +326,8 @@ def test_a_cluster_that_is_named_comes_before_the_one_started_here(raylet: int, 
     assert cluster_to_join("auto", environment) == ("10.0.0.5:6379", None)
     assert cluster_to_join("10.0.0.6:6379", environment) == ("10.0.0.6:6379", None)
     assert environment == {"RAY_ADDRESS": "10.0.0.5:6379"}, "its token is the user's"
-    named = {
-        "RAY_ADDRESS": "auto"
-    }  # for Ray that is any cluster on this machine, somebody's private one too
+    # For Ray that is any cluster on this machine, somebody's private one too.
+    named = {"RAY_ADDRESS": "auto"}
     assert cluster_to_join("auto", named) == (f"127.0.0.1:{open_port}", "127.0.0.1")
 
 
