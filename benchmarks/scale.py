@@ -60,6 +60,7 @@ from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.rollout.batch_stream import BatchStream
 from rlinf_vl.rollout.pool import _RayWorker
 from rlinf_vl.rollout.submission import GroupArrived, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor
@@ -398,14 +399,20 @@ def engine_seconds(groups: int, engines: int) -> tuple[float, int]:
     return seconds, pool.messages
 
 
-class LightWorker:
-    """A rollout worker without engine, data and player."""
+class LightWorker(BatchStream):
+    """A rollout worker without engine, data and player: its batches and its stream are the real ones."""
 
-    def process(self):
+    async def process(self):
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    def heartbeat(self) -> bool:
+    async def heartbeat(self) -> bool:
         return True
+
+    async def cancel(self, group_ids):
+        pass
+
+    async def release(self, group_ids):
+        pass
 
     async def ready(self):
         return {}

@@ -16,11 +16,12 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
+from rlinf_vl.rollout.batch_stream import BatchReport, StoredGroup
 from rlinf_vl.rollout.slot import Place, WorkerDied
 from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor
 from rlinf_vl.rollout.updates import SnapshotSource, WeightUpdate
-from rlinf_vl.rollout.worker import BatchReport, RolloutWorker, StoredGroup
+from rlinf_vl.rollout.worker import RolloutWorker
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
 from rlinf_vl.runtime.seats import WAY_OUT, lost_seats

@@ -23,6 +23,7 @@ from rlinf_vl.data.unusable import QUARANTINED, RowError
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied, low_memory, release_tags
 from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
+from rlinf_vl.rollout.batch_stream import BatchStream, StoredGroup
 from rlinf_vl.rollout.busy import LapClock
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.ray_process import (
@@ -49,28 +50,6 @@ log = logging.getLogger(__name__)
 #: Limit on the hanging calls of environments, each of which keeps a thread, before the worker is
 #: replaced. Containers often allow 1,000 threads.
 MAX_HUNG = 256
-#: Messages of one stream, after which the controller opens another, because Ray's records of a
-#: stream grow with its length.
-STREAM_MESSAGES = 1000
-
-#: (summary, reference to its group, or None if only the summary is wanted)
-StoredGroup = tuple[GroupSummary, ray.ObjectRef | None]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchReport:
-    """The groups of a batch of tasks that have finished since the last report of that batch.
-
-    Attributes:
-        batch: the number under which the batch was enqueued.
-        ended: whether this is its last report.
-        failed: whether an error ended it, which `RolloutRank.raise_batch_error` raises.
-    """
-
-    batch: int
-    groups: Sequence[StoredGroup] = ()
-    ended: bool = False
-    failed: bool = False
 
 
 @dataclass(eq=False)
@@ -95,7 +74,7 @@ class OpenBatch:
             self.plays[group_id].cancel()
 
 
-class RolloutRank:
+class RolloutRank(BatchStream):
     """The worker itself; `RolloutWorker` is its Ray actor class."""
 
     def __init__(
@@ -174,9 +153,7 @@ class RolloutRank:
         self.clock = LapClock(self.player.busy.seconds)
         self.store = GroupStore()
         self.open_batches: list[OpenBatch] = []
-        self.reports: asyncio.Queue[BatchReport] = asyncio.Queue()  # not yet sent by a stream
-        self.batch_errors: dict[int, Exception] = {}
-        self.batch_tasks: set[asyncio.Task[None]] = set()
+        BatchStream.__init__(self)
         freeze_loaded()
 
     async def ready(self) -> dict[str, int]:
@@ -220,38 +197,6 @@ class RolloutRank:
         check = RowCheck(self.config, self.player.prompts, self.player.make_env)
         result = await asyncio.to_thread(check.filter, self.datasets[split], rows, note_images)
         return result, images
-
-    async def enqueue_batch(self, batch: int, tasks: Sequence[Task]) -> None:
-        """Begin to answer tasks. `stream_reports` yields their groups, with this batch's number.
-
-        All batches share one stream: an actor runs at most 1,000 calls at once, and a stream for
-        each batch would keep heartbeats and weights waiting. Groups of calls would not: but each
-        has an event loop of its own, and a heartbeat in another loop than the answers' would call
-        a worker well whose answers hang.
-        """
-        task = asyncio.ensure_future(self._answer_batch(batch, tasks))
-        self.batch_tasks.add(task)
-        task.add_done_callback(self.batch_tasks.discard)
-
-    async def _answer_batch(self, batch: int, tasks: Sequence[Task]) -> None:
-        try:
-            async for groups in self.generate(tasks):
-                self.reports.put_nowait(BatchReport(batch, groups))
-        except Exception as error:
-            self.batch_errors[batch] = error
-        self.reports.put_nowait(BatchReport(batch, ended=True, failed=batch in self.batch_errors))
-
-    async def stream_reports(self) -> AsyncIterator[list[BatchReport]]:
-        """Report on all batches, as their groups finish. One caller at a time."""
-        for _ in range(STREAM_MESSAGES):
-            reports = [await self.reports.get()]
-            while not self.reports.empty():
-                reports.append(self.reports.get_nowait())
-            yield reports
-
-    async def raise_batch_error(self, batch: int) -> None:
-        """Raise the error that ended a batch, so that it reaches the caller as any call's would."""
-        raise self.batch_errors.pop(batch)
 
     async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[StoredGroup]]:
         """Answer tasks; yield the groups that have finished since the last ones.

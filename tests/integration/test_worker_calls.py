@@ -8,10 +8,11 @@ import pytest
 import ray
 
 from rlinf_vl.engines.base import EngineDied
+from rlinf_vl.rollout.batch_stream import STREAM_MESSAGES
 from rlinf_vl.rollout.pool import _RayWorker
 from rlinf_vl.rollout.slot import WorkerDied
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.rollout.worker import STREAM_MESSAGES, RolloutRank
+from rlinf_vl.rollout.worker import RolloutRank
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 #: More than the calls that Ray lets an actor run at once.
