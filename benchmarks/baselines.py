@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.family import Family
 from rlinf_vl.models.kernels.products import matmul
 from rlinf_vl.types import Group, ImageRef
 

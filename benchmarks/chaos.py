@@ -4,7 +4,8 @@
                                [--hard] [--config toy-grpo-cpu-sglang]
 
 With --hard the schedule is async, weights travel as changes (delta), a worker takes 30 s to be made, twice as long as a
-heartbeat may, and 3 % of the environments never return from close(): see benchmarks/awkward_env.py.
+heartbeat may, and 3 % of the environments never return from close(): see benchmarks/awkward_env.py. A start then takes longer
+than the time between two strikes, so there is a strike only when a step was done since the last one (--paced).
 
 The hosts are network namespaces on this machine, so it takes root: the head with the controller and an actor rank, one with
 an actor rank and a rollout worker, one with a rollout worker. Every 30 to 60 seconds one of these happens, drawn from the seed:
@@ -311,7 +312,7 @@ def struck(cluster: Cluster, folder: Path, args: argparse.Namespace) -> tuple[Ru
     end = time.monotonic() + 60 * args.minutes
     killed, stepped = 0, run.step  # controllers; the step at the last strike
     due = time.monotonic() + striker.random.uniform(*args.every)
-    deadline = end + 60 * max(10, args.minutes)
+    deadline = end + 60 * max(30, args.minutes)  # a busy machine takes minutes for each start
     while not run.ended() and time.monotonic() < deadline:
         trains = run.process is not None and run.step > stepped
         if (
@@ -403,7 +404,7 @@ def main() -> None:
     parser.add_argument(
         "--hard",
         action="store_true",
-        help="async, delta, slow constructors, environments that never close",
+        help="async, delta, slow constructors, environments that never close; --paced",
     )
     parser.add_argument(
         "--folder", type=Path, help="where the runs are kept, and an undisturbed one is found again"
@@ -414,6 +415,7 @@ def main() -> None:
     # So that everything is taken down.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args.steps = args.steps or int(50 * args.minutes)
+    args.paced |= args.hard
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos"))
     disk = folder / "disk"

@@ -27,7 +27,9 @@ from rich.table import Table
 from workload import SHAPES, write_model
 
 from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.models.families import FAMILIES, VisionFeatures
+from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.family import VisionFeatures
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.parts import row_part
@@ -50,7 +52,7 @@ def row(tokens: int, vocabulary: int) -> MicroBatch:
         cu_seqlens=np.array([0, tokens]),
         prefix=np.array([-1]),
         copies=np.array([1]),
-        routes=None,
+        row_columns={},
         predict=sampled - 1,
         targets=random.integers(0, vocabulary, len(sampled)),
         trajectories=np.zeros(len(sampled), np.int64),
@@ -78,7 +80,7 @@ def work(
     policy = PolicyModel(model, FAMILY, np.zeros(8, bool), temperature=1.0, chunk=None).train()
     policy.context_ranks = mesh.context_ranks
     whole = row(options.tokens, 500)
-    batch = row_part(whole, rank, size, MERGE) if size > 1 else whole
+    batch = row_part(whole, rank, size, ImageTokens(-1, MERGE)) if size > 1 else whole
     layers = FAMILY.feature_layers(model.config)
     width = model.get_input_embeddings().weight.shape[1]
     random = torch.Generator().manual_seed(1)

@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 from rlinf_vl.cli.convert import to_do
-from rlinf_vl.config.foreign.convert import KINDS, convert_file
-from rlinf_vl.config.foreign.render import render
+from rlinf_vl.convert.convert import KINDS, convert_file
+from rlinf_vl.convert.render import render
 from rlinf_vl.errors import ConfigError
 
 #: Problems of the machine, not of the config.

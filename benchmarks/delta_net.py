@@ -60,7 +60,7 @@ def make_layers(
     theirs.A_log.data.uniform_(-3, 0)
     ours = copy.deepcopy(theirs)
     for module in ours.modules():
-        if (forward := FAMILIES["qwen3_5"].layers.get(type(module).__name__)) is not None:
+        if (forward := FAMILIES["qwen3_5"].layers().get(type(module).__name__)) is not None:
             module.forward = types.MethodType(forward, module)
     return theirs, ours
 

@@ -33,9 +33,9 @@ import rlinf_vl
 from rlinf_vl.actor.mesh import join_ranks
 from rlinf_vl.models.loading import vocab_size
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.transport.buckets import BUCKET_BYTES, unpack
-from rlinf_vl.transport.delta import DeltaSender, patches
-from rlinf_vl.transport.sender import ObjectStoreSender
+from rlinf_vl.weights.buckets import BUCKET_BYTES, unpack
+from rlinf_vl.weights.delta import DeltaSender, patches
+from rlinf_vl.weights.object_store import ObjectStoreSender
 
 
 def model_figures(folder: Path, lr: float, args: argparse.Namespace) -> dict[str, float]:

@@ -25,8 +25,11 @@ from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.rollout.generation_client import GenerationClient
+from rlinf_vl.rollout.group_player import EpisodeSettings
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.request_builder import RequestBuilder
 from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.types import Group, Message, Problem, SamplingParams
 
@@ -72,13 +75,13 @@ class Faulty:
 
 
 async def play(player: Player, groups: int, samples: int, sampling: SamplingParams) -> list[Group]:
-    async def group(number: int) -> Group:
+    async def play_group(number: int) -> Group:
         seeds = range(number * samples, (number + 1) * samples)
-        opening = await player.open(Problem(str(number), (), ""), seeds, sampling)
-        player.submit([opening])
-        return await player.play(str(number), opening)
+        group = await player.start_group(Problem(str(number), (), ""), seeds, sampling)
+        player.submit_first_requests([group])
+        return await player.play_group(str(number), group)
 
-    return await asyncio.gather(*map(group, range(groups)))
+    return await asyncio.gather(*map(play_group, range(groups)))
 
 
 def main() -> None:
@@ -103,21 +106,15 @@ def main() -> None:
         family,
         banned=processor.banned_ids(vocab_size(model)),
         pixels=PixelCache(processor.pixels),
-        image_token_id=processor.image_token_id,
-        merge_size=processor.merge_size,
+        image_tokens=processor.image_tokens,
         max_running=args.groups * args.samples,
     )
+    renderer = Renderer(processor)
     player = Player(
-        engine,
-        Renderer(processor),
-        processor,
+        GenerationClient(engine, renderer, alive_timeout_s=60.0),
+        RequestBuilder(renderer, seq_length=1024, max_prompt_length=512),
         EnvMaker("environments:Faulty", {"share": args.faulty}, {}, lambda *_: False, 1.0, 0.0),
-        seq_length=1024,
-        max_prompt_length=512,
-        reward_min=0.0,
-        return_logprobs=True,
-        alive_timeout_s=60.0,
-        turn_timeout_s=args.turn_timeout,
+        EpisodeSettings(turn_timeout_s=args.turn_timeout),
     )
     start = time.perf_counter()
     groups = asyncio.run(
@@ -136,7 +133,7 @@ def main() -> None:
         **{f"errors_{fault}": errors[fault] for fault in FAULTS},
         "harmed": errors[None],
         "ended_well": sum(len(t.turns) == TURNS for t in trajectories if t.error is None),
-        "engine_busy": player.busy.seconds() / seconds,
+        "engine_busy": player.client.busy.seconds() / seconds,
     }
     for name, value in figures.items():
         print(f"{name:22} {value:g}")

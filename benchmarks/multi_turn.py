@@ -40,8 +40,11 @@ from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
+from rlinf_vl.rollout.generation_client import GenerationClient
+from rlinf_vl.rollout.group_player import EpisodeSettings
 from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.request_builder import RequestBuilder
 from rlinf_vl.types import Group, Message, Problem, Request, SamplingParams
 
 
@@ -101,13 +104,13 @@ class Prefilling:
 async def play(player: Player, groups: int, samples: int, sampling: SamplingParams) -> list[Group]:
     """All episodes at once."""
 
-    async def group(number: int) -> Group:
+    async def play_group(number: int) -> Group:
         problem, seeds = Problem(str(number), (), ""), range(1000 * number, 1000 * number + samples)
-        opening = await player.open(problem, seeds, sampling, group_seed=1000 * number)
-        player.submit([opening])
-        return await player.play(problem.id, opening)
+        group = await player.start_group(problem, seeds, sampling, group_seed=1000 * number)
+        player.submit_first_requests([group])
+        return await player.play_group(problem.id, group)
 
-    return await asyncio.gather(*map(group, range(groups)))
+    return await asyncio.gather(*map(play_group, range(groups)))
 
 
 def new_tokens(groups: list[Group]) -> int:
@@ -129,8 +132,7 @@ def make_engine(
             family,
             banned=banned,
             pixels=pixels,
-            image_token_id=processor.image_token_id,
-            merge_size=processor.merge_size,
+            image_tokens=processor.image_tokens,
             max_running=rows,
         )
     from rlinf_vl.engines.sglang.engine import SglangEngine
@@ -144,7 +146,9 @@ def make_engine(
         device="cpu",
         cpu_threads=args.threads,
     )
-    return SglangEngine(settings, family, banned=banned, pixels=pixels)
+    return SglangEngine(
+        settings, family, banned=banned, pixels=pixels, image_tokens=processor.image_tokens
+    )
 
 
 def main() -> None:
@@ -173,20 +177,13 @@ def main() -> None:
     engine = make_engine(args, path, processor, seq_length)
     sampling = SamplingParams(max_new_tokens=args.new_tokens)
     shown = {"size": args.image, "turns": args.turns}
-    fields = {
-        "renderer": Renderer(processor),
-        "processor": processor,
-        "make_env": EnvMaker("multi_turn:Pictures", shown, {}, lambda *_: False, 1.0, 0.0),
-        "seq_length": seq_length,
-        "max_prompt_length": seq_length,
-        "reward_min": 0.0,
-        "return_logprobs": True,
-        "alive_timeout_s": 60.0,
-    }
-    players = {
-        "kept": Player(engine=engine, **fields),
-        "prefilled whole": Player(engine=Prefilling(engine), **fields),
-    }
+    renderer = Renderer(processor)
+    builder = RequestBuilder(renderer, seq_length, max_prompt_length=seq_length)
+    make_env = EnvMaker("multi_turn:Pictures", shown, {}, lambda *_: False, 1.0, 0.0)
+    players: dict[str, Player] = {}
+    for name, client_engine in (("kept", engine), ("prefilled whole", Prefilling(engine))):
+        client = GenerationClient(client_engine, renderer, alive_timeout_s=60.0)
+        players[name] = Player(client, builder, make_env, EpisodeSettings())
     seconds: dict[str, list[float]] = {name: [] for name in players}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in players}
     ratio: dict[str, float] = {}

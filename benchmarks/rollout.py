@@ -117,8 +117,7 @@ def main() -> None:
         family,
         banned=banned,
         pixels=pixels,
-        image_token_id=processor.image_token_id,
-        merge_size=processor.merge_size,
+        image_tokens=processor.image_tokens,
         max_running=args.groups * args.samples,
         device=args.device,
     )
@@ -135,7 +134,9 @@ def main() -> None:
             device=args.device,
             cpu_threads=args.threads,
         )
-        engines["SGLang"] = SglangEngine(settings, family, banned=banned, pixels=pixels)
+        engines["SGLang"] = SglangEngine(
+            settings, family, banned=banned, pixels=pixels, image_tokens=processor.image_tokens
+        )
     baseline = AutoModelForImageTextToText.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa"
     )

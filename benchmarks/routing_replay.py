@@ -37,8 +37,7 @@ def answered(path: str, problems: int, samples: int, dtype: torch.dtype) -> list
         family,
         banned=processor.banned_ids(vocab_size(model)),
         pixels=PixelCache(processor.pixels),
-        image_token_id=processor.image_token_id,
-        merge_size=processor.merge_size,
+        image_tokens=processor.image_tokens,
         max_running=problems * samples,
         report_routes=True,
     )
@@ -86,9 +85,7 @@ def compare(path: str, groups: list[Group], replay: bool) -> dict[str, float]:
     if mixture is None:
         raise SystemExit(f"{path}: its family, {family.model_type}, has no mixture of experts")
     load = ExpertLoad(len(mixture.layers), mixture.experts, "cpu")
-    collate = Collator(
-        family, processor.image_token_id, processor.merge_size, processor.pixels, processor.pad_id
-    )
+    collate = Collator(family, processor.image_tokens, processor.pixels, processor.pad_id)
     found = []
     for group in groups:
         batch = collate(

@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -48,24 +49,24 @@ from rich.table import Table
 from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.config import load_config
 from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.draw import make_tasks
+from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.evaluate import answer_tasks
 from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.recorder import Recorder
-from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.controller.tasks import make_tasks
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.progress import RunProgress
-from rlinf_vl.rollout.batch_stream import BatchStream
-from rlinf_vl.rollout.pool import _RayWorker
+from rlinf_vl.rollout.batch_stream import BatchStream, StoredGroup
 from rlinf_vl.rollout.submission import GroupArrived, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor
+from rlinf_vl.rollout.worker_handle import WorkerHandle
 from rlinf_vl.runtime.stop_request import StopRequest
-from rlinf_vl.types import GroupSummary, Prices
+from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
 
 SAMPLES = 8
 #: Most samples that a simulated engine runs at once.
@@ -81,31 +82,32 @@ def summary_of(group_id: str, number: int) -> GroupSummary:
     """A group of responses with a long tail to a prompt with an image."""
     rng = np.random.default_rng(number)
     prompt = int(rng.integers(150, 500))
-    lengths = tuple(int(n) for n in np.clip(rng.lognormal(4.6, 0.6, SAMPLES), 20, 300))
-    rewards = tuple(float(r) for r in rng.integers(0, 2, SAMPLES))
+    lengths = np.clip(rng.lognormal(4.6, 0.6, SAMPLES), 20, 300).astype(int).tolist()
+    rewards = rng.integers(0, 2, SAMPLES).astype(float).tolist()
+    trajectories = []
+    for length, reward in zip(lengths, rewards, strict=True):
+        trajectories.append(
+            TrajectorySummary(
+                tokens=prompt + length,
+                response_tokens=length,
+                reward=reward,
+                correct=reward > 0,
+                turn_rewards=(reward,),
+                turn_tokens=(length,),
+                turn_states=("",),
+                turn_thoughts=((0, 0, 0),),
+            )
+        )
     return GroupSummary(
         id=group_id,
         problem_id=f"train:{number}",
         prompt_tokens=prompt,
-        tokens=tuple(prompt + n for n in lengths),
-        response_tokens=lengths,
-        rewards=rewards,
-        correct=tuple(r > 0 for r in rewards),
-        statuses=("stop",) * SAMPLES,
-        errors=(None,) * SAMPLES,
+        trajectories=tuple(trajectories),
         min_version=0,
         max_version=0,
         images=1,
         patches=2 * prompt,
         image_bytes={str(number): 50_000},
-        turns=(1,) * SAMPLES,
-        metrics=({},) * SAMPLES,
-        parts=({},) * SAMPLES,
-        turn_rewards=tuple((r,) for r in rewards),
-        turn_tokens=tuple((n,) for n in lengths),
-        turn_states=(("",),) * SAMPLES,
-        turn_thoughts=(((0, 0, 0),),) * SAMPLES,
-        cuts=(0,) * SAMPLES,
     )
 
 
@@ -305,10 +307,14 @@ def quiet_config(folder: Path, *overrides: str) -> Config:
     )
 
 
+def no_writer() -> NoReturn:
+    raise AssertionError("these runs record nothing")
+
+
 def make_log(config: Config, home: Path) -> RunLog:
     """Make a run's folder and its log."""
     home.mkdir()
-    return RunLog(config, home, "", RunProgress(console=Console(file=io.StringIO())))
+    return RunLog(config, home, no_writer, RunProgress(console=Console(file=io.StringIO())))
 
 
 def train_steps(
@@ -320,7 +326,7 @@ def train_steps(
     rows = range(2 * groups)
     sampler = EpochSampler(rows, groups, shuffle=True, seed=0)
     bad_rows = BadRows(home, config.data.max_bad_rows, {"train": len(rows), "val": 0})
-    data = RunData(sampler, [], answers=Counter(), total_steps=steps, bad_rows=bad_rows)
+    data = DatasetPlan(sampler, [], answers=Counter(), total_steps=steps, bad_rows=bad_rows)
     gpu = SharedGpu(pool, shared=False, offload=False)
     train(
         config, pool, learner, data, home, StopRequest(), gpu=gpu, sync=SimulatedSync(pool), log=log
@@ -370,7 +376,7 @@ def evaluation_seconds(groups: int, engines: int, folder: Path) -> tuple[float, 
     """CPU seconds from the tasks of an evaluation to its figures, and messages that release its groups."""
     config, home = quiet_config(folder), folder / f"evaluation-{groups}"
     log = make_log(config, home)
-    log.recorder = RecordEverything(config, home, "", report=print)
+    log.recorder = RecordEverything(config.runner, no_writer, report=print)
     pool = SimulatedPool(engines)
     begun = time.process_time()
     tasks = make_tasks("val", range(groups), SAMPLES, 0, 0)
@@ -419,7 +425,7 @@ class LightWorker(BatchStream):
 
     async def generate(self, tasks):
         for task in tasks:
-            yield [(answer_to(task), ray.put(task.row))]
+            yield [StoredGroup(answer_to(task), ray.put(task.row))]
 
 
 def dispatch_rate(workers: int, groups: int) -> dict[str, float]:
@@ -427,7 +433,7 @@ def dispatch_rate(workers: int, groups: int) -> dict[str, float]:
     begun = time.perf_counter()
     actor = ray.remote(num_cpus=0)(LightWorker)
     supervisor = Supervisor(
-        lambda number: _RayWorker(actor.remote(), 600.0),
+        lambda number: WorkerHandle(actor.remote(), 600.0),
         workers,
         max_running=RUNNING,
         report=print,

@@ -97,7 +97,7 @@ def make_trainer(
     )
     return Trainer(
         load,
-        Collator(FAMILY, p.image_token_id, p.merge_size, p.pixels, p.pad_id),
+        Collator(FAMILY, p.image_tokens, p.pixels, p.pad_id),
         Mesh.make(args.device),
         actor,
         algorithm,
@@ -111,7 +111,7 @@ def sharing_nothing(trainer: Trainer, pixels: Callable) -> Trainer:
     packed = copy.copy(trainer)
     packed.algorithm = replace(trainer.algorithm, recompute_logprobs="true")
     collate = replace(trainer.batches.collate, share_prompts=False, pixels=pixels)
-    packed.batches = BatchMaker(trainer.policy, collate, None, trainer.batches.max_patches)
+    packed.batches = BatchMaker(trainer.policy, collate, None, trainer.batches.max_tokens)
     return packed
 
 
@@ -189,8 +189,7 @@ def generation_seconds(
         FAMILY,
         banned=processor.banned_ids(vocab_size(model)),
         pixels=pixels,
-        image_token_id=processor.image_token_id,
-        merge_size=processor.merge_size,
+        image_tokens=processor.image_tokens,
         max_running=len(targets),
         device=device,
     )

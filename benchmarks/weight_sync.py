@@ -31,11 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.transport import broadcast
-from rlinf_vl.transport.broadcast import WeightGroup
-from rlinf_vl.transport.buckets import fingerprint
-from rlinf_vl.transport.delta import Patch, local_part
-from rlinf_vl.transport.strategies import SENDERS
+from rlinf_vl.weights import STRATEGIES, process_group
+from rlinf_vl.weights.buckets import fingerprint
+from rlinf_vl.weights.patch import Patch
+from rlinf_vl.weights.process_group import WeightGroup
+from rlinf_vl.weights.shard import local_part
+from rlinf_vl.weights.strategy import Strategy, strategy_named
 
 #: Elements of one weight, 16 MiB in float32.
 ELEMENTS = 2**22
@@ -55,14 +56,14 @@ class Trainer:
         self.weights, self.bucket_bytes = make_weights(megabytes), bucket_bytes
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def use(self, strategy: str) -> None:
+    def use(self, strategy: Strategy) -> None:
         def gather(device: str):
             return ((name, value.to(device)) for name, value in self.weights)
 
         def parts():
             return (local_part(name, value) for name, value in self.weights)
 
-        self.sender = SENDERS[strategy](gather, parts, 0, 1, "cpu", self.bucket_bytes)
+        self.sender = strategy.sender(gather, parts, 0, 1, "cpu", self.bucket_bytes)
 
     def move(self) -> None:
         """Change about every 50th value, as a step of reinforcement learning changes bfloat16 weights."""
@@ -101,10 +102,10 @@ class Copying:
         self.version = version
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        self.group = broadcast.join(group)
+        self.group = process_group.join(group)
 
     def load_broadcast(self, labels, version: int) -> None:
-        self.load_weights(broadcast.receive(self.group, labels, torch.device("cpu")), version)
+        self.load_weights(process_group.receive(self.group, labels, torch.device("cpu")), version)
 
     def fingerprint(self, names) -> int:
         return fingerprint(self.weights[name] for name in names)
@@ -129,7 +130,7 @@ class Worker(RolloutRank):
         return out
 
 
-def sync(trainer, workers, strategy: str, check: bool) -> float:
+def sync(trainer, workers, strategy: Strategy, check: bool) -> float:
     start = time.perf_counter()
     offered = trainer.offer.remote(check)
     pending = [worker.take_weights.remote(strategy, [offered], 1) for worker in workers]
@@ -160,12 +161,13 @@ def main() -> None:
     )
     trainer = Trainer.remote(args.megabytes, args.bucket_megabytes * 2**20)
     workers = [Worker.remote(args.megabytes) for _ in range(args.workers)]
-    times: dict[str, list[float]] = {strategy: [] for strategy in SENDERS}
+    times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     first, copies = {}, []
-    for strategy in SENDERS:
+    for name in STRATEGIES:
+        strategy = strategy_named(name)
         # All have started.
         ray.get([trainer.use.remote(strategy), *(worker.process.remote() for worker in workers)])
-        if strategy == "broadcast":
+        if strategy.joins_group:
             group = WeightGroup(
                 *ray.get(trainer.listen.remote()), "benchmark", "gloo", 1 + args.workers, 0
             )
@@ -174,12 +176,12 @@ def main() -> None:
                 for i, w in enumerate(workers)
             ]
             ray.get([trainer.join.remote(group), *joins])
-        first[strategy] = sync(trainer, workers, strategy, check=True)
+        first[name] = sync(trainer, workers, strategy, check=True)
         sync(trainer, workers, strategy, check=False)  # a warm-up
         for _ in range(args.repeats):
             copies += sum(ray.get([worker.copy_seconds.remote(3) for worker in workers]), [])
             ray.get(trainer.move.remote())
-            times[strategy].append(sync(trainer, workers, strategy, check=False))
+            times[name].append(sync(trainer, workers, strategy, check=False))
     ray.shutdown()
 
     copy = statistics.median(copies)
@@ -200,7 +202,7 @@ def main() -> None:
     ):
         table.add_column(column)
     table.add_row("plain copy", f"{copy:.3f}", f"{size / copy / 1e9:.2f}", "1.00", "", "")
-    for strategy in SENDERS:
+    for strategy in STRATEGIES:
         seconds = statistics.median(times[strategy])
         figures |= {
             f"{strategy}_seconds": seconds,

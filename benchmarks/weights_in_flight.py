@@ -48,7 +48,7 @@ def make_engine(
         args.groups * args.samples,
     )
     if not args.sglang:
-        places = {"image_token_id": processor.image_token_id, "merge_size": processor.merge_size}
+        places = {"image_tokens": processor.image_tokens}
         return TorchEngine(
             model, FAMILY, banned=banned, pixels=pixels, max_running=rows, keep_kv=keep_kv, **places
         )
@@ -61,6 +61,7 @@ def make_engine(
         FAMILY,
         banned=banned,
         pixels=processor.pixels,
+        image_tokens=processor.image_tokens,
     )
 
 

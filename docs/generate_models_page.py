@@ -18,7 +18,7 @@ HEAD = """\
 # Model families
 
 Qwen3-VL, Qwen3-VL mixtures of experts, Qwen3.5, Qwen2.5-VL and, text alone, Qwen3 are supported.
-`rollout.model.model_type: auto` reads the family off the checkpoint. What a family needs is one row in
+`rollout.model.model_type: auto` reads the family off the checkpoint. What a family needs is one file in
 [`rlinf_vl/models/families/`](../rlinf_vl/models/families/__init__.py); everything else asks it.
 
 ## Another family: Gemma, LLaVA, InternVL and others
@@ -28,10 +28,10 @@ names. What to do depends on its vision tower.
 
 - **Refused**, whatever the config says: Gemma 3, PaliGemma, LLaVA, LLaVA-OneVision, InternVL, Idefics 3, SmolVLM,
   Mistral 3, Llama 3.2 Vision. Their towers do not take patches and grids. Take a supported family, or write [a family of
-  your own](extending.md#a-model-family).
+  your own](extending-engines.md#a-model-family).
 - **Taken if you name its parts**: Qwen2-VL, GLM-4.1V, and what else has a tower that descends from Qwen2-VL's. Set
   `actor.model.vlm.vision_encoder_attr=model.visual`, `actor.model.vlm.language_model_attr=model.language_model` and
-  `rollout.rollout_backend=torch` ([the command](extending.md#a-model-family)).
+  `rollout.rollout_backend=torch` ([the command](extending-engines.md#a-model-family)).
 - **Taken as it is**: a fine-tune of a supported model, by `rollout.model.model_path=FOLDER`.
 
 ## What is compared

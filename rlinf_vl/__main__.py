@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from rlinf_vl import running
+from rlinf_vl import entry
 from rlinf_vl.cli.parser import parse
 from rlinf_vl.config import load_config
 from rlinf_vl.errors import ConfigError, RunError, reason_of
@@ -65,9 +65,9 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     if arguments.check:
         # A Python without torch is not the one that will train: there is nothing to rehearse.
         if importlib.util.find_spec("torch") is not None:
-            print(running.rehearse(config))
+            print(entry.rehearse(config))
         return 0
-    stopped_by = running.train(config, stop_request)
+    stopped_by = entry.launch_training(config, stop_request)
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -87,7 +87,7 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
         "model": config.rollout.model.model_path,
         "checkpoint": str(checkpoint) if checkpoint else None,
     }
-    run_dir = running.evaluate(
+    run_dir = entry.launch_evaluation(
         config,
         checkpoint,
         stop_request,
@@ -158,6 +158,20 @@ def _run_verb(arguments: argparse.Namespace) -> int:
                 "for videos (%s)",
                 destination,
                 "installed here" if installed_version("torchvision") else torchvision_command(),
+            )
+        case "serve":
+            from rlinf_vl.serve import serve
+
+            serve(
+                arguments.folder,
+                host=arguments.host,
+                port=arguments.port,
+                key=arguments.key,
+                device=arguments.device,
+                dtype=arguments.dtype,
+                temperature=arguments.temperature,
+                max_new_tokens=arguments.max_new_tokens,
+                trust_run_code=arguments.trust_run_code,
             )
         case "watch":
             from rlinf_vl.report.watch import watch

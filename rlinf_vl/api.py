@@ -9,8 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rlinf_vl.running
-from rlinf_vl.code import CodeError, pickled
+import rlinf_vl.entry
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
@@ -23,6 +22,7 @@ from rlinf_vl.runtime.checkpoints import checkpoint_at, config_of
 from rlinf_vl.runtime.files import read_lines, write_aside
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.runtime.stop_request import StopRequest
+from rlinf_vl.user_code import CodeError, pickled
 
 if TYPE_CHECKING:
     import datasets
@@ -111,7 +111,7 @@ def train(
     validate_config(run_config, (packages_missing, *RULES))
     stop = StopRequest()
     with stop.installed(), shown_log():
-        stopped_by = rlinf_vl.running.train(run_config, stop, keep_ray=True)
+        stopped_by = rlinf_vl.entry.launch_training(run_config, stop, keep_ray=True)
     # SIGTERM was meant for the whole process, of which the run was a part.
     if stopped_by == signal.SIGTERM:
         signal.raise_signal(signal.SIGTERM)

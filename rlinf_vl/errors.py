@@ -46,6 +46,15 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def never_reported(text: str) -> bool:
+    """Return True: no other process has reported `text`, as a process on its own assumes.
+
+    A worker of a run asks the other processes instead (`first_report` of
+    `rlinf_vl.runtime.ray_process`), so that all workers together report an error once.
+    """
+    return True
+
+
 def without_colors(text: str) -> str:
     """Return a text without the escape sequences that color it on a terminal."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)

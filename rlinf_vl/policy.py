@@ -14,7 +14,8 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.controller.export import restore
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.families import Family, family_of
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.family import Family
 from rlinf_vl.models.loading import DTYPES, load_model
 from rlinf_vl.models.lora import merge_adapters
 from rlinf_vl.models.processing import PixelCache, Processor
@@ -33,7 +34,13 @@ ADAPTERS = "adapter_config.json"
 
 class Policy:
     """A model that answers messages, with the engine, the chat template and the image processing
-    that it was trained with."""
+    that it was trained with.
+
+    Attributes:
+        engine: the engine that samples.
+        renderer: renders messages by the chat template.
+        context_length: most tokens of a prompt and its answer.
+    """
 
     def __init__(
         self,
@@ -45,14 +52,16 @@ class Policy:
         thinking: str = "auto",
     ) -> None:
         self._processor = processor
-        self._renderer = Renderer(processor, thinking)
-        self._engine = TorchEngine(
+        # Of the text: the vision tower has positions of its own.
+        text_config = model.config.get_text_config()
+        self.context_length: int = text_config.max_position_embeddings
+        self.renderer = Renderer(processor, thinking)
+        self.engine = TorchEngine(
             model,
             family,
-            banned=processor.banned_ids(model.config.get_text_config().vocab_size),
+            banned=processor.banned_ids(text_config.vocab_size),
             pixels=PixelCache(processor.pixels),
-            image_token_id=processor.image_token_id,
-            merge_size=processor.merge_size,
+            image_tokens=processor.image_tokens,
             max_running=MAX_RUNNING,
             device=device,
         )
@@ -85,20 +94,25 @@ class Policy:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         observation = observe([_with_files(message) for message in messages], Problem("", (), ""))
-        ids, grids = self._renderer.prompt(observation.messages, observation.images)
+        ids, grids = self.renderer.prompt(observation.messages, observation.images)
         sampling = SamplingParams(
             temperature, top_p, top_k, max_new_tokens, self._processor.stop_ids
         )
         seeds = tuple(range(seed, seed + (n or 1)))
-        (completion,) = self._engine.generate(
+        (completion,) = self.engine.generate(
             [Request(ids, observation.images, grids, sampling, seeds)]
         )
         texts = [self._processor.decode(sample.ids) for sample in completion.samples]
         return texts[0] if n is None else texts
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The token ids that end an answer."""
+        return self._processor.stop_ids
+
     def close(self) -> None:
         """Release the memory of the model."""
-        self._engine.close()
+        self.engine.close()
 
 
 def load_policy(

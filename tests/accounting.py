@@ -8,13 +8,11 @@ from collections import Counter
 
 import numpy as np
 import torch
-from episodes import Maker, Talk, play
+from episodes import Maker, Talk, make_player, play
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import SamplingParams
 
 #: What ends thoughts here: a letter that is in many a token of the toy.
@@ -60,16 +58,12 @@ class TalkOfGroup(Talk):
 
 def conversations(toy, seed, turns, images, longest, seq_length=500):
     engine = Recorded(toy.engine)
-    player = Player(
+    player = make_player(
         engine,
-        Renderer(toy.processor),
         toy.processor,
         Maker(lambda seed: TalkOfGroup(seed, turns, images)),
         seq_length=seq_length,
         max_prompt_length=300,
-        reward_min=0.0,
-        return_logprobs=True,
-        alive_timeout_s=30.0,
     )
     sampling = SamplingParams(
         temperature=1.5, max_new_tokens=longest, stop_ids=toy.processor.stop_ids
@@ -97,20 +91,19 @@ def assert_accounted(toy, groups, asked):
             assert not masks[turn.sequence][at].any()
             masks[turn.sequence][at] = True
             before = sequence.ids[: turn.start]
-            patches = (
-                np.cumsum([np.prod(grid) for _, grid in sequence.images])
-                // toy.processor.merge_size**2
+            ends = np.cumsum(
+                [toy.processor.image_tokens(np.array([grid])) for _, grid in sequence.images]
             )
-            n = int((patches <= (before == toy.processor.image_token_id).sum()).sum())
+            n = int((ends <= (before == toy.processor.image_token_id).sum()).sum())
             shown = tuple(image.hash for image, _ in sequence.images[:n])
             key = before.tobytes(), shown, sequence.ids[at].tobytes()
-            told = [(s.logprobs.tolist(), s.versions.tolist()) for s in answers[key]]
-            assert (sequence.logprobs[at].tolist(), sequence.versions[at].tolist()) in told
+            sampled = [(s.logprobs.tolist(), s.versions.tolist()) for s in answers[key]]
+            assert (sequence.logprobs[at].tolist(), sequence.versions[at].tolist()) in sampled
             trained[key] += 1
         for mask, sequence in zip(masks, trajectory.sequences, strict=True):
             assert np.array_equal(mask, sequence.loss_mask)
             assert (sequence.logprobs[~mask] == 0).all() and (sequence.versions[~mask] == -1).all()
-            sequence.assert_images_placed(toy.processor.image_token_id, toy.processor.merge_size)
+            toy.processor.image_tokens.assert_placed(sequence)
     assert trained == Counter({key: len(samples) for key, samples in answers.items()}), (
         "all that was sampled, once"
     )
@@ -170,8 +163,7 @@ def assert_scored_alike(toy, groups, tolerance=2e-5):
     ):
         collate = Collator(
             family,
-            toy.processor.image_token_id,
-            toy.processor.merge_size,
+            toy.processor.image_tokens,
             toy.pixels,
             toy.processor.pad_id,
             share_prompts=share,

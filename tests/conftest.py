@@ -41,6 +41,17 @@ def toy_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the parameters that the mark `quick` of their test does not name."""
+    for item in items:
+        if mark := item.get_closest_marker("quick"):
+            # The ids of several parameters of a test are joined by hyphens.
+            ids = f"-{item.callspec.id}-"  # pyright: ignore[reportAttributeAccessIssue]
+            if not any(f"-{name}-" in ids for name in mark.args):
+                item.add_marker("slow")
+
+
 def _left_running() -> list[psutil.Process]:
     """Processes that carry this session's mark: children, and those whose parent has already gone."""
     found = []

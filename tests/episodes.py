@@ -10,7 +10,11 @@ import numpy as np
 from PIL import Image
 
 from rlinf_vl.envs import StepResult
+from rlinf_vl.rollout.generation_client import GenerationClient
+from rlinf_vl.rollout.group_player import EpisodeSettings
 from rlinf_vl.rollout.player import Player
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.request_builder import RequestBuilder, ThoughtBudget
 from rlinf_vl.types import Group, ImageRef, Problem, SamplingParams
 
 EMPTY = Problem("p:0", (), "")
@@ -28,7 +32,7 @@ def encoded(image):
     return ImageRef.of(buffer.getvalue())
 
 
-def said(*parts, role="user"):
+def message_of(*parts, role="user"):
     content = [
         {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
         for p in parts
@@ -49,6 +53,31 @@ class Maker:
         return "scripted"
 
 
+def make_player(
+    engine,
+    processor,
+    make_env,
+    *,
+    seq_length,
+    max_prompt_length,
+    overlong="drop",
+    alive_timeout_s=30.0,
+    thought_tokens=None,
+    score_answers=None,
+    **settings,
+) -> Player:
+    """A player of these parts; `settings` are those of `EpisodeSettings`."""
+    renderer = Renderer(processor)
+    budget = ThoughtBudget(renderer, thought_tokens) if thought_tokens else None
+    return Player(
+        GenerationClient(engine, renderer, alive_timeout_s, budget),
+        RequestBuilder(renderer, seq_length, max_prompt_length, overlong),
+        make_env,
+        EpisodeSettings(**settings),
+        score_answers,
+    )
+
+
 def play(
     player: Player,
     groups: Sequence[Sequence[int]],
@@ -58,9 +87,9 @@ def play(
     """The groups of these seeds, all at once."""
 
     async def one(number, seeds):
-        opening = await player.open(problem, seeds, sampling)
-        player.submit([opening])
-        return await player.play(f"g{number}", opening)
+        group = await player.start_group(problem, seeds, sampling)
+        player.submit_first_requests([group])
+        return await player.play_group(f"g{number}", group)
 
     async def together():
         return await asyncio.gather(*(one(number, seeds) for number, seeds in enumerate(groups)))
@@ -87,7 +116,7 @@ class Talk:
             return StepResult((), self.random.random(), True)
         reward, error = self.random.random(), self.random.random() < 0.3
         return StepResult(
-            [said("error: no such tool", role="tool")] if error else self.say(), reward, False
+            [message_of("error: no such tool", role="tool")] if error else self.say(), reward, False
         )
 
     def say(self):
@@ -102,7 +131,7 @@ class Talk:
             *shown[: draw.randint(0, self.images)],
         ]
         draw.shuffle(parts)
-        return [said(*parts)]
+        return [message_of(*parts)]
 
     def close(self):
         self.open = False
@@ -125,13 +154,13 @@ class Faulty(Talk):
         if self.when == -1 and self.fault == "hang":
             time.sleep(self.hang_s)
         if self.when == -1 and self.fault == "picture":
-            return [said("look", encoded(picture(64, 64)).data[:-400])]
+            return [message_of("look", encoded(picture(64, 64)).data[:-400])]
         return super().say()
 
     def step(self, response):
         self.left -= 1
-        said = self.say() if self.left else ()
-        return StepResult(said, 1.0, self.left == 0)
+        observation = self.say() if self.left else ()
+        return StepResult(observation, 1.0, self.left == 0)
 
 
 class AsyncFaulty(Faulty):

@@ -135,7 +135,9 @@ def routed(groups, family: str):
         ]
         return replace(
             t,
-            sequences=tuple(replace(s, routes=r) for s, r in zip(t.sequences, whole, strict=True)),
+            sequences=tuple(
+                replace(s, columns={"routes": r}) for s, r in zip(t.sequences, whole, strict=True)
+            ),
         )
 
     prompts = [routes(g.prefix_length) for g in groups]
@@ -304,7 +306,8 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         half(model), half(reference)
 
     def logprobs_of(model, g, i, seen=False):
-        mixtures.routes, mixtures.seen = g.trajectories[i].sequences[0].routes, seen
+        mixtures.seen = seen
+        mixtures.routes = g.trajectories[i].sequences[0].columns.get("routes")
         found = transformers_logprobs(model, g, i, 0.7)
         mixtures.seen = False
         return found

@@ -1,19 +1,25 @@
 #!/usr/bin/env bash
-# Makes the environment with the test tools and runs the tests. Arguments go to pytest: bash tests/run.sh tests/unit -k algo
-# Without any, all tests run, in as many processes as there are cores (four at most): whole runs first, the longest, unit tests last.
+# Makes the environment with the test tools and runs the tests. Arguments go to pytest:
+#   bash tests/run.sh tests/unit -k algo
+# Without any, the quick tests run, about 10 minutes on two cores. With --all first, the slow ones run, too. Both use as many
+# processes as there are cores (four at most): whole runs first, the longest, unit tests last.
 # With --sglang first: the environment that has SGLang (11 GB), and the tests that need it or its torch; without, those that need
 # it are skipped.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv" with=() tests=()
+cores="$(getconf _NPROCESSORS_ONLN)"
+parallel=(-n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder)
 if [[ "${1:-}" == --sglang ]]; then
     shift
     venv="$root/.venv-sglang" with=(--sglang) tests=(tests/integration/sglang tests/e2e/test_sglang_run.py)
     tests+=(tests/unit/models/test_attention.py tests/unit/models/test_layers.py)  # SGLang's torch is a newer one
+elif [[ "${1:-}" == --all ]]; then
+    shift
+    tests=("${parallel[@]}")
 elif (($# == 0)); then
-    cores="$(getconf _NPROCESSORS_ONLN)"
-    tests=(-n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder)
+    tests=("${parallel[@]}" -m "not slow and not chaos")
 fi
 bash "$root/requirements/install.sh" ${with[@]+"${with[@]}"} --dev
 

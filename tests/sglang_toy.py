@@ -30,7 +30,7 @@ class Toy:
         self.processor = Processor(self.path, family)
         self.renderer = Renderer(self.processor)
         self.pixels = PixelCache(self.processor.pixels)
-        self.model = family.auto_model.from_pretrained(self.path, dtype=torch.float32).eval()
+        self.model = family.model_class.from_pretrained(self.path, dtype=torch.float32).eval()
         if make is None:
             self._amplify(self.model)
             self.model.save_pretrained(self.path)
@@ -150,6 +150,7 @@ def engine_of(toy, **settings):
         toy.family,
         banned=toy.banned,
         pixels=toy.pixels,
+        image_tokens=toy.processor.image_tokens,
         request_timeout_s=120,
     )
 

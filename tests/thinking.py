@@ -4,12 +4,10 @@ from collections import Counter
 
 import numpy as np
 from accounting import Recorded
-from episodes import Maker, play, said
+from episodes import Maker, make_player, message_of, play
 
 from rlinf_vl.envs import StepResult
-from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.thoughts import ThoughtBudget
 from rlinf_vl.types import SamplingParams
 
 TURNS = (
@@ -21,36 +19,42 @@ OPENS = TURNS + "{{ '<think>\n' }}"
 
 
 class Asks:
-    """So many questions; `heard` is what was said to them."""
+    """So many questions; `replies` are the answers to them."""
 
-    def __init__(self, turns, heard):
-        self.left, self.heard = turns, heard
+    def __init__(self, turns, replies):
+        self.left, self.replies = turns, replies
 
     def start(self, problem):
-        return [said("What")]
+        return [message_of("What")]
 
     def step(self, response):
-        self.heard.append(response)
+        self.replies.append(response)
         self.left -= 1
-        return StepResult([said("x = 3")] * (self.left > 0), 1.0, self.left == 0)
+        return StepResult([message_of("x = 3")] * (self.left > 0), 1.0, self.left == 0)
 
     def close(self):
         pass
 
 
 def thinking(toy, budget, turns, longest, seq_length=300, temperature=1.5):
-    """Three groups of four, at a temperature at which answers are long; (groups, what the engine was asked, what was heard)."""
-    engine, heard = Recorded(toy.engine), []
-    renderer = Renderer(toy.processor)
-    player = Player(
-        engine, renderer, toy.processor, Maker(lambda seed: Asks(turns, heard)), seq_length=seq_length,
-        max_prompt_length=100, reward_min=0.0, return_logprobs=True, alive_timeout_s=30.0,
-        thought_budget=ThoughtBudget(renderer, budget) if budget else None,
-    )  # fmt: skip
+    """Three groups of four, at a temperature at which answers are long; (groups, what the engine was asked, the replies)."""
+    engine, replies = Recorded(toy.engine), []
+    player = make_player(
+        engine,
+        toy.processor,
+        Maker(lambda seed: Asks(turns, replies)),
+        seq_length=seq_length,
+        max_prompt_length=100,
+        thought_tokens=budget,
+    )
     sampling = SamplingParams(
         temperature=temperature, max_new_tokens=longest, stop_ids=toy.processor.stop_ids
     )
-    return play(player, [range(4 * g, 4 * g + 4) for g in range(3)], sampling), engine.asked, heard
+    return (
+        play(player, [range(4 * g, 4 * g + 4) for g in range(3)], sampling),
+        engine.asked,
+        replies,
+    )
 
 
 def assert_pieces(toy, groups, asked, budget, longest):

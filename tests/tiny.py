@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.types import (
     Group,
     ImageRef,
@@ -24,6 +25,7 @@ from rlinf_vl.types import (
 VOCAB = 64
 IMAGE_ID, VIDEO_ID, VISION_START, VISION_END, PAD, EOS = 60, 61, 62, 63, 0, 1
 PATCH, MERGE = 4, 2
+IMAGE_TOKENS = ImageTokens(IMAGE_ID, MERGE)
 PATCH_DIM = 3 * 2 * PATCH * PATCH
 
 
@@ -276,7 +278,7 @@ def tiny_collator(**settings):
     from rlinf_vl.models.families import family_of
     from rlinf_vl.packing.collator import Collator
 
-    return Collator(family_of("qwen3_vl"), IMAGE_ID, MERGE, pixels, PAD, **settings)
+    return Collator(family_of("qwen3_vl"), IMAGE_TOKENS, pixels, PAD, **settings)
 
 
 def tiny_trainer(

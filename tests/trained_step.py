@@ -149,14 +149,22 @@ def train(layout: Layout, kind: str):
         for items in mini.micro_batches
         for i in items
     }
+    reference_pass = None
     if layout.placement == "reward":
         kl = [None] * layout.ranks
-        dist.all_gather_object(kl, trainer.reference_kl(mine, minibatches))
+        rank_kl, reference_pass = trainer.reference_kl(mine, minibatches)
+        dist.all_gather_object(kl, rank_kl)
         plan = with_kl(
             plan, summaries, algorithm, {key: turns for part in kl for key, turns in part.items()}
         )
     sums, _ = trainer.update(
-        mine, minibatches, plan.advantages, kl_scale=plan.kl_scale, seed=MASK_SEED, version=VERSION
+        mine,
+        minibatches,
+        plan.advantages,
+        reference_pass=reference_pass,
+        kl_scale=plan.kl_scale,
+        seed=MASK_SEED,
+        version=VERSION,
     )
     weights = {name: value.numpy() for name, value in trainer.weights(torch.float32)}
     features = {}

@@ -1,10 +1,12 @@
-"""A task app: the server's side of `rollout.env_class: remote`, with a task to look at. Runs without rlinf_vl.
+"""A task app: the server's side of `rollout.env_class: remote` and of `rollout.agent.app`, with a task to look at. Runs without
+rlinf_vl. In the first the run asks for each turn; in the second the app calls the policy, and keeps its own loop.
 
     TASK_APP_TOKEN=secret uvicorn app:app --host 0.0.0.0 --port 8000
 
 Replace `CountShapes` by a task of your own; everything below it is the protocol, which docs/remote.md describes.
 """
 
+import asyncio
 import base64
 import io
 import json
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import openai
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from PIL import Image, ImageDraw
 from pydantic import BaseModel
@@ -136,6 +139,14 @@ class Close(BaseModel):
     id: str
 
 
+class Rollout(Start):
+    """A whole trajectory (protocol 2): `base_url` and `api_key` are those of an OpenAI client that asks the policy."""
+
+    base_url: str
+    api_key: str
+    timeout: float
+
+
 @dataclass
 class Episode:
     """What was replied to each request, so that one which is sent again gets the same."""
@@ -168,13 +179,27 @@ def make_app(
     app = FastAPI(title=name)
     guarded = [Depends(allowed)]
 
+    # By id: a request that is sent again waits for the same trajectory.
+    rollouts: OrderedDict[str, asyncio.Task] = OrderedDict()
+
+    @app.post("/rollout", dependencies=guarded)
+    async def rollout(body: Rollout) -> dict[str, Any]:
+        if body.id not in rollouts:
+            task = make_task(**body.model_dump(exclude={"id", "base_url", "api_key", "timeout"}))
+            rollouts[body.id] = asyncio.ensure_future(
+                play(task, body.base_url, body.api_key, body.timeout)
+            )
+            while len(rollouts) > most_episodes:
+                rollouts.popitem(last=False)
+        return await asyncio.shield(rollouts[body.id])
+
     @app.get("/health")
     def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/info", dependencies=guarded)
     def info() -> dict[str, Any]:
-        return {"protocol": 1, "name": name, "episodes": len(episodes)}
+        return {"protocol": 1, "protocols": [1, 2], "name": name, "episodes": len(episodes)}
 
     @app.post("/start", dependencies=guarded)
     def start(body: Start, request: Request) -> Response:
@@ -223,6 +248,41 @@ def make_app(
     return app
 
 
+async def play(task: Task, base_url: str, api_key: str, timeout: float) -> dict[str, Any]:
+    """Play a trajectory: the loop that is yours to change. Nothing but calls of the policy is trained on."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout) as client:
+        reply = task.start()
+        messages, reward = [user_message(reply)], 0.0
+        while not reply.done:
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+            text = completion.choices[0].message.content
+            reply = await asyncio.to_thread(task.step, text)
+            reward += reply.reward
+            messages += [{"role": "assistant", "content": text}, user_message(reply)]
+    return {"reward": reward, "info": reply.info}
+
+
+def user_message(reply: Reply) -> dict[str, Any]:
+    """A reply as a message of the user, with pictures as data URIs."""
+    content: list[dict[str, Any]] = []
+    for part in reply.parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+            continue
+        content.append({"type": "image_url", "image_url": {"url": data_uri(png(part))}})
+    return {"role": "user", "content": content}
+
+
+def png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def data_uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
 def encoded(reply: Reply, request: Request) -> Response:
     """JSON with pictures as data URIs; or, where the client takes it, multipart with pictures as they are."""
     multipart = "multipart/" in request.headers.get("accept", "")
@@ -232,11 +292,8 @@ def encoded(reply: Reply, request: Request) -> Response:
         if isinstance(part, str):
             content.append({"type": "text", "text": part})
             continue
-        file = io.BytesIO()
-        part.save(file, "PNG")
-        pictures.append(file.getvalue())
-        data = f"data:image/png;base64,{base64.b64encode(pictures[-1]).decode()}"
-        url = f"cid:{len(pictures)}" if multipart else data
+        pictures.append(png(part))
+        url = f"cid:{len(pictures)}" if multipart else data_uri(pictures[-1])
         content.append({"type": "image_url", "image_url": {"url": url}})
     messages = [{"role": "user", "content": content}] if content else []
     said = json.dumps(

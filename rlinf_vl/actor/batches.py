@@ -1,18 +1,18 @@
 """Make a rank's micro-batches in the background while it trains; encode each image only once."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlinf_vl.actor.batch_types import Advantages, RankMiniBatch
 from rlinf_vl.actor.mesh import reshard_all
-from rlinf_vl.actor.messages import Advantages, RankMiniBatch
-from rlinf_vl.models.families import VisionFeatures
+from rlinf_vl.models.family import VisionFeatures
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache
 from rlinf_vl.models.vision_cache import VisionCache
@@ -22,9 +22,25 @@ from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class ReferencePass:
+    """The results of the forwards for a KL in the reward, for the coming step of one rank.
+
+    Lists have an entry for each mini-batch, with one for each of its micro-batches.
+
+    Attributes:
+        old_logprobs: of the weights before the step, float32 [R].
+        kl_to_end: the KL from each token to its trajectory's end, float64 [R].
+    """
+
+    old_logprobs: list[list[torch.Tensor]]
+    kl_to_end: list[list[np.ndarray]] = field(default_factory=list)
+
+
 def prefetched(items: Iterable[T]) -> Iterator[T]:
     """Yield `items`; another thread makes the next one while the caller works on the last."""
     source = iter(items)
+    # One ahead, not more: an item holds the pixels of a micro-batch.
     with ThreadPoolExecutor(1) as thread:
         next_item = thread.submit(next, source, None)
         while (item := next_item.result()) is not None:
@@ -64,12 +80,12 @@ class BatchMaker:
     """
 
     def __init__(
-        self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_patches: int
+        self, policy: PolicyModel, collate: Collator, cache: VisionCache | None, max_tokens: int
     ) -> None:
         """Store the parts; on ranks that share trajectories, collate this rank's part only.
 
-        `collate.pixels` is called from several threads. At most `max_patches` patches are encoded
-        at once, or one image.
+        `collate.pixels` is called from several threads. Images of at most `max_tokens` tokens
+        are encoded at once, or one image.
         """
         assert collate.pixels is not None
         self.pixels = collate.pixels
@@ -78,11 +94,11 @@ class BatchMaker:
         self.policy = policy
         self.collate = collate
         self.cache = cache
-        self.max_patches = max_patches
+        self.max_tokens = max_tokens
         self._collate = replace(collate, pixels=None if cache else PixelCache(self.pixels))
 
     def without_cache(self) -> "BatchMaker":
-        return BatchMaker(self.policy, self.collate, None, self.max_patches)
+        return BatchMaker(self.policy, self.collate, None, self.max_tokens)
 
     def __call__(
         self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Advantages
@@ -110,9 +126,11 @@ class BatchMaker:
         """
         if self.cache is None:
             return
+        # By hash: the samples of a group, and the turns of a conversation, show the same images.
         images = {image.hash: (image, grid) for group in groups for image, grid in group.images}
         self.cache.pin(images)
-        chunks = _chunks([images[name] for name in self.cache.missing(images)], self.max_patches)
+        missing = [images[name] for name in self.cache.missing(images)]
+        chunks = _chunks(missing, self.max_tokens, self.collate.image_tokens)
         n_calls = torch.tensor(len(chunks))
         dist.all_reduce(n_calls, dist.ReduceOp.MAX)
         workers = torch.get_num_threads()
@@ -132,23 +150,21 @@ class BatchMaker:
             for names, patches, grids in prefetched(inputs()):
                 features = self.policy.encode(patches, grids)
                 if names:
-                    self.cache.put(
-                        names, features, (grids.prod(axis=1) // self.collate.merge_size**2).tolist()
-                    )
+                    self.cache.put(names, features, self.collate.image_tokens(grids).tolist())
         reshard_all(self.policy)
 
 
 def _chunks(
-    images: Sequence[tuple[ImageRef, Grid]], max_patches: int
+    images: Sequence[tuple[ImageRef, Grid]], max_tokens: int, image_tokens: ImageTokens
 ) -> list[list[tuple[ImageRef, Grid]]]:
-    """Return the images in order, in chunks of at most `max_patches` patches, or of one image."""
+    """Return the images in order, in chunks of at most `max_tokens` tokens, or of one image."""
+    grids = np.array([grid for _, grid in images], np.int64).reshape(-1, 3)
     chunks: list[list[tuple[ImageRef, Grid]]] = []
-    free_patches = 0
-    for image, grid in images:
-        patches = math.prod(grid)
-        if patches > free_patches:
+    free_tokens = 0
+    for image_and_grid, tokens in zip(images, image_tokens(grids).tolist(), strict=True):
+        if tokens > free_tokens:
             chunks.append([])
-            free_patches = max_patches
-        chunks[-1].append((image, grid))
-        free_patches -= patches
+            free_tokens = max_tokens
+        chunks[-1].append(image_and_grid)
+        free_tokens -= tokens
     return chunks

@@ -7,22 +7,26 @@ use but to be killed.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
-from rlinf_vl.actor.messages import RankMiniBatch, TurnKl
+from rlinf_vl.actor.batch_types import RankMiniBatch, TurnKl
+from rlinf_vl.actor.rank import group_numbers, step_metrics
 from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import RunError, reason_of
-from rlinf_vl.observe.metrics import MetricSums
-from rlinf_vl.runtime.ray_process import entry, kill, wait_for_all
+from rlinf_vl.runtime.ray_process import ActorsLost, entry, kill, wait_for_all
 from rlinf_vl.types import Prices
 
 log = logging.getLogger(__name__)
+
+#: Seconds for a rank's process to begin, on a node that has its place: it imports torch and Ray.
+IMPORT_TIMEOUT_S = 300.0
 
 
 class ActorGroup:
@@ -50,22 +54,35 @@ class ActorGroup:
         self._strategy = config.actor.fsdp_config.strategy
         self.heartbeat_timeout = config.runner.heartbeat_timeout
         self._processes = [rank.process.remote() for rank in self.ranks]
+        # Beside the start of the rollout workers; an error comes again in `start`.
+        for rank in self.ranks:
+            rank.import_packages.remote()
 
     def placed(self, interrupted: Callable[[], bool]) -> bool:
         """Wait until the processes of all ranks have begun, or one has died.
 
         Return False if `interrupted` returned True before.
+
+        Raises:
+            ActorsLost: a process has not begun within `IMPORT_TIMEOUT_S`.
         """
         waiting = list(self._processes)
+        deadline = time.monotonic() + IMPORT_TIMEOUT_S
         while waiting:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=1)
             if waiting and interrupted():
                 return False
+            if waiting and time.monotonic() > deadline:
+                rank = self._processes.index(waiting[0])
+                raise ActorsLost(
+                    f"actor rank {rank}: it did not begin within {IMPORT_TIMEOUT_S:g} s"
+                )
         return True
 
     def start(self, total_steps: int) -> None:
         """Join the ranks and load the model, for a run of `total_steps`."""
-        # A process that still imports answers no heartbeat.
+        # A process that has not begun answers no heartbeat, and may have been stopped there.
+        self.placed(lambda: False)
         processes = self.wait(self._processes, beating=False)
         (address,) = self.wait([self.ranks[0].listen.remote()])
         size = len(self.ranks)
@@ -118,7 +135,7 @@ class ActorGroup:
         """
         pending = []
         for rank, share in zip(self.ranks, self._shares, strict=True):
-            used_groups = _group_numbers([mini[share] for mini in minibatches])
+            used_groups = group_numbers([mini[share] for mini in minibatches])
             pending.append(
                 rank.fetch_groups.remote({group: groups[group] for group in used_groups})
             )
@@ -150,7 +167,8 @@ class ActorGroup:
             rank_minibatches = [mini[share] for mini in minibatches]
             # Two objects: logprobs stay in the object store, for whoever writes the trajectories.
             update = rank.update.options(num_returns=2)
-            used_groups = set(_group_numbers(rank_minibatches))
+            used_groups = set(group_numbers(rank_minibatches))
+            # A step's advantages go to the ranks that train on them, not to all.
             used_advantages = {group: advantages[group] for group in used_groups}
             pending.append(
                 update.remote(
@@ -158,13 +176,7 @@ class ActorGroup:
                 )
             )
         then()
-        metrics = MetricSums.merged(self.wait([state for state, _ in pending])).compute()
-        if "actor/tis_square" in metrics:
-            square = metrics.pop("actor/tis_square")
-            # Kish's effective sample size as a share of the tokens: (Σw)² / (n Σw²)
-            metrics["actor/tis_ess"] = (
-                metrics["actor/tis_mean"] ** 2 / square if square > 0 else 0.0
-            )
+        metrics = step_metrics(self.wait([state for state, _ in pending]))
         return metrics, [logprobs for _, logprobs in pending]
 
     def reference_kl(self, minibatches: Sequence[Sequence[RankMiniBatch]]) -> TurnKl:
@@ -235,15 +247,6 @@ class ActorGroup:
     def stop(self) -> None:
         """Leave the process group in order."""
         self.wait([rank.stop.remote() for rank in self.ranks])
-
-
-def _group_numbers(minibatches: Iterable[RankMiniBatch]) -> list[int]:
-    """Return the numbers of the groups that these mini-batches train on, in the order of use."""
-    numbers: dict[int, None] = {}
-    for mini in minibatches:
-        for items in mini.micro_batches:
-            numbers.update((item.group, None) for item in items)
-    return list(numbers)
 
 
 def ranks_per_node(nodes: Sequence[str]) -> int:

@@ -1,10 +1,13 @@
 """Build a run's trainer from its config: read the models, and make their collators."""
 
+import logging
+
 import torch
+import torch.distributed as dist
 
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.actor.trainer import Teacher, Trainer
-from rlinf_vl.code import is_code, load_code
+from rlinf_vl.algorithms.losses import takes_six_arguments
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.algorithm import LOSSES
 from rlinf_vl.errors import RunError
@@ -13,7 +16,14 @@ from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.collator import Collator
+from rlinf_vl.user_code import is_code, load_code
 
+log = logging.getLogger(__name__)
+#: The remark on a loss in the form of former releases.
+SIX_ARGUMENTS = (
+    "algorithm.loss_type: %s takes six arguments; from 0.2 on, a loss takes one, with every value "
+    "of a token: loss(inputs), inputs.logprobs … (rlinf_vl.algorithms.LossInputs)"
+)
 #: (height, width) of images whose grids a teacher must make like the policy: tiny to large, since
 #: image processors enlarge and shrink to limits of their own, and one that is long and narrow.
 SIZES = [(28, 28), (224, 224), (480, 640), (1080, 1920), (3000, 200)]
@@ -42,6 +52,8 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
         loss = load_code(
             loss_name, {}, config.runner.code_files, kind=LOSSES.kind, signature=LOSSES.signature
         )
+        if takes_six_arguments(loss) and dist.get_rank() == 0:
+            log.warning(SIX_ARGUMENTS, loss_name)
     return Trainer(
         load_policy,
         collate_policy,
@@ -69,6 +81,7 @@ def _model(config: Config, path: str, model_type: str):
 
     def load(dtype: torch.dtype) -> PolicyModel:
         model = load_model(path, family, dtype, trust_remote_code=rollout.trust_remote_code)
+        # No engine samples these, so they have no probability in training either.
         banned = processor.banned_ids(vocab_size(model))
         temperature = config.algorithm.sampling_params.temperature
         return PolicyModel(
@@ -77,8 +90,7 @@ def _model(config: Config, path: str, model_type: str):
 
     collate = Collator(
         family=family,
-        image_token_id=processor.image_token_id,
-        merge_size=processor.merge_size,
+        image_tokens=processor.image_tokens,
         pixels=processor.pixels,
         pad_id=processor.pad_id,
         pad_to=None if actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
@@ -92,6 +104,7 @@ def _check_teacher(path: str, policy: Processor, teacher: Processor) -> None:
     setting = f"algorithm.distillation.teacher_path: {path}"
     policy_ids, teacher_ids = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if policy_ids != teacher_ids:
+        # One token that differs says more than how many do.
         token = next(
             token
             for token in (*policy_ids, *teacher_ids)

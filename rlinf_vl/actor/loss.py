@@ -1,8 +1,9 @@
 """Compute the loss of one micro-batch from `algorithm.*`, and its part of the step's metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlinf_vl.actor.rejection import reject
@@ -12,8 +13,8 @@ from rlinf_vl.algorithms import (
     divergence,
     importance_weights,
     interpolated_logprobs,
-    policy_loss,
 )
+from rlinf_vl.algorithms.losses import LossInputs, formula_of, weighted_loss
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.transfer import on_device
@@ -30,6 +31,23 @@ def needs_start(algorithm: AlgorithmConfig) -> bool:
     return (
         algorithm.old_policy == "start" or rejection.level is not None or rejection.veto is not None
     )
+
+
+class _Columns(Mapping[str, torch.Tensor]):
+    """The columns of the sampled tokens; one is copied to the device when a loss reads it."""
+
+    def __init__(self, columns: dict[str, np.ndarray], device: torch.device) -> None:
+        self._columns = columns
+        self._device = device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return on_device(self._columns[name], self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
 
 def micro_batch_loss(
@@ -71,6 +89,7 @@ def micro_batch_loss(
     )
     current_logprobs = logprobs.detach()
     trainer_logprobs = current_logprobs if start_logprobs is None else start_logprobs
+    versions = on_device(batch.versions, device)
     n_compared: Any = n_tokens
     if rollout_logprobs is not None and batch.corrupted is not None:
         # Tokens sampled on another image than they are trained on: their logprobs differ by intent,
@@ -84,7 +103,7 @@ def micro_batch_loss(
         assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
         ratio_base = rollout_logprobs
         if algorithm.old_policy == "interpolated":
-            staleness = (version - on_device(batch.versions, device)).clamp(min=0)
+            staleness = (version - versions).clamp(min=0)
             ratio_base = interpolated_logprobs(current_logprobs, rollout_logprobs, staleness)
     weights, clip = None, algorithm.importance_sampling_clip
     if algorithm.importance_sampling_fix:
@@ -96,21 +115,30 @@ def micro_batch_loss(
     loss_mask, sums = reject(
         trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments
     )
+    advantages = on_device(batch.advantages, device)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=ratio_base,
+        advantages=guided_advantages(advantages, ratio_base, passes, algorithm),
+        mask=loss_mask,
+        weights=weights,
+        entropy=entropy,
+        start_logprobs=start_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        reference_logprobs=passes.reference,
+        teacher_logprobs=passes.teacher,
+        versions=versions,
+        version=version,
+        columns=_Columns(batch.columns, device),
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+        clip_c=algorithm.clip_ratio_c,
+        tau_pos=algorithm.tau_pos,
+        tau_neg=algorithm.tau_neg,
+        **segments,
+    )
     try:
-        per_token, stats = policy_loss(
-            logprobs,
-            ratio_base,
-            guided_advantages(on_device(batch.advantages, device), ratio_base, passes, algorithm),
-            loss_mask,
-            clip_low=algorithm.clip_ratio_low,
-            clip_high=algorithm.clip_ratio_high,
-            clip_c=algorithm.clip_ratio_c,
-            weights=weights,
-            loss_type=loss_code or algorithm.loss_type,
-            tau_pos=algorithm.tau_pos,
-            tau_neg=algorithm.tau_neg,
-            **segments,
-        )
+        per_token, stats = weighted_loss(inputs, formula_of(loss_code or algorithm.loss_type))
     except Exception as error:  # a user's code may raise anything
         if loss_code is None:
             raise

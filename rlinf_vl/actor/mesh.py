@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.models.context import ContextRanks
-from rlinf_vl.models.families import submodules
+from rlinf_vl.models.family import submodules
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import is_quantized
 from rlinf_vl.models.policy import PolicyModel, is_trained

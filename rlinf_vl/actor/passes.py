@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from rlinf_vl.actor.batch_types import Advantages, RankMiniBatch
 from rlinf_vl.actor.batches import BatchMaker
-from rlinf_vl.actor.messages import Advantages, RankMiniBatch
 from rlinf_vl.actor.terms import Passes
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.data.corruption import Corruption
-from rlinf_vl.models.families import VisionFeatures
+from rlinf_vl.models.family import VisionFeatures
 from rlinf_vl.models.lora import adapters_off
 from rlinf_vl.models.policy import Candidates, PolicyModel
 from rlinf_vl.observe.spans import span
@@ -53,7 +53,7 @@ class MicroBatchInputs:
         if self.corrupted is not None:
             with_gradients = self.forwards.algorithm.papo.entropy_weight > 0
             with torch.set_grad_enabled(with_gradients), span("corrupted images"):
-                corrupted = self.forwards.policy(*_without_routes(self.corrupted))
+                corrupted = self.forwards.policy(*_without_columns(self.corrupted))
         return Passes(reference, corrupted=corrupted)
 
     def after_policy(
@@ -68,7 +68,7 @@ class MicroBatchInputs:
             return passes
         with torch.no_grad(), span("teacher"):
             teacher_logprobs, _ = self.forwards.teacher(
-                *_without_routes(self.teacher), candidates=candidates
+                *_without_columns(self.teacher), candidates=candidates
             )
         if candidates is None:
             return replace(passes, teacher=teacher_logprobs)
@@ -86,16 +86,16 @@ def reference_logprobs(reference: PolicyModel, model_input: ModelInput) -> torch
     With LoRA the reference is the policy with its adapters off.
     """
     with span("reference"), adapters_off(reference.model):
-        return reference(*_without_routes(model_input))[0]
+        return reference(*_without_columns(model_input))[0]
 
 
-def _without_routes(model_input: ModelInput) -> ModelInput:
-    """Return the input without the engine's expert routes.
+def _without_columns(model_input: ModelInput) -> ModelInput:
+    """Return the input without what the engine reported of the tokens, such as their experts.
 
-    Another model, or another image, chooses its experts by itself.
+    That is of the policy and the images that it saw; another forward chooses by itself.
     """
     batch, features = model_input
-    return replace(batch, routes=None), features
+    return replace(batch, row_columns={}), features
 
 
 class AuxiliaryForwards:
@@ -135,7 +135,7 @@ class AuxiliaryForwards:
                 return pixels(corrupt(image, seed))
 
             collate = replace(batches.collate, pixels=corrupted_pixels)
-            self._corrupted_batches = BatchMaker(self.policy, collate, None, batches.max_patches)
+            self._corrupted_batches = BatchMaker(self.policy, collate, None, batches.max_tokens)
 
     def candidates(self) -> Candidates | None:
         """Return an object for the policy's likeliest tokens, which its own forward fills in.

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor import checkpoint
-from rlinf_vl.actor.batches import BatchMaker, turn_kl
+from rlinf_vl.actor.batch_types import Advantages, Logprobs, RankMiniBatch, TurnKl
+from rlinf_vl.actor.batches import BatchMaker, ReferencePass, turn_kl
 from rlinf_vl.actor.loss import micro_batch_loss, needs_start
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
-from rlinf_vl.actor.messages import Advantages, Logprobs, RankMiniBatch, TurnKl
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.actor.passes import AuxiliaryForwards, reference_logprobs
@@ -37,9 +37,9 @@ from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.spans import span
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.transport.buckets import fingerprint
-from rlinf_vl.transport.delta import Part, local_part
 from rlinf_vl.types import Group
+from rlinf_vl.weights.buckets import fingerprint
+from rlinf_vl.weights.shard import ShardPart, local_part
 
 Groups = Mapping[int, Group]
 #: Reads a model in a dtype, on the CPU.
@@ -52,10 +52,6 @@ class Trainer:
 
     Methods are collective: all ranks call them together, with equally many micro-batches. Groups go
     by number.
-
-    Attributes:
-        kl_passes: for each mini-batch and micro-batch of the coming step, old logprobs [R] and the
-            KL from each token to its trajectory's end [R]: set by `reference_kl`, used by `update`.
     """
 
     def __init__(
@@ -87,8 +83,7 @@ class Trainer:
         self.algorithm = algorithm
         self.total_steps = total_steps
         self.loss = loss
-        self.kl_passes: list[list[tuple[torch.Tensor, np.ndarray]]] = []
-        self.max_patches = max_tokens * collate.merge_size**2
+        self.max_tokens = max_tokens
         self.frozen_differ = False  # whether frozen weights differ from those the engines loaded
         # Weights that never change are stored in the dtype in which they compute; those that train
         # need the digits of float32 for small updates.
@@ -124,7 +119,7 @@ class Trainer:
         self.trains_vision = not trained <= {"language_model"}
         encodes_once = family.vision_tower and not self.trains_vision
         self.batches = BatchMaker(
-            self.policy, collate, self._vision_cache() if encodes_once else None, self.max_patches
+            self.policy, collate, self._vision_cache() if encodes_once else None, self.max_tokens
         )
 
     def _sharded(self, policy: PolicyModel, frozen: bool) -> PolicyModel:
@@ -160,7 +155,7 @@ class Trainer:
             load(DTYPES[self.actor.fsdp_config.mixed_precision.param_dtype]), frozen=True
         )
         cache = self._vision_cache() if model.family.vision_tower else None
-        return model, BatchMaker(model, collate, cache, self.max_patches)
+        return model, BatchMaker(model, collate, cache, self.max_tokens)
 
     def _vision_cache(self) -> VisionCache:
         return VisionCache(int(self.actor.vision_cache_gb * 2**30), self.mesh.device)
@@ -178,6 +173,7 @@ class Trainer:
         minibatches: Sequence[RankMiniBatch],
         advantages: Advantages,
         recorded: Collection[int] = (),
+        reference_pass: ReferencePass | None = None,
         kl_scale: float = 0.0,
         seed: int = 0,
         version: int = 0,
@@ -186,8 +182,9 @@ class Trainer:
 
         Args:
             recorded: groups whose logprobs are returned.
+            reference_pass: from `reference_kl`, with a KL in the reward.
             kl_scale: how much of the KL from a token to its trajectory's end is subtracted from the
-                token's advantage; `reference_kl` has computed it.
+                token's advantage.
             seed: seeds the corruption of images.
             version: of the current weights.
 
@@ -201,11 +198,10 @@ class Trainer:
             self.batches.prepare(groups.values())
             self.forwards.prepare(self.batches, groups.values(), seed)
         with span("old logprobs"):
-            old_logprobs: list[list[torch.Tensor]] = []
-            for mini_passes in self.kl_passes:
-                old_logprobs.append([logprobs for logprobs, _ in mini_passes])
-            if not self.kl_passes:
+            if reference_pass is None:
                 old_logprobs = self._logprobs_before(groups, minibatches, advantages)
+            else:
+                old_logprobs = reference_pass.old_logprobs
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
@@ -213,8 +209,8 @@ class Trainer:
                 self.forwards.inputs(self.batches, mini, groups, advantages)
             ):
                 batch, features = inputs.policy
-                if kl_scale:
-                    kl_penalty = (kl_scale * self.kl_passes[m][i][1]).astype(np.float32)
+                if reference_pass is not None and kl_scale:
+                    kl_penalty = (kl_scale * reference_pass.kl_to_end[m][i]).astype(np.float32)
                     batch = replace(batch, advantages=batch.advantages - kl_penalty)
                 passes, candidates = inputs.before_policy(), self.forwards.candidates()
                 reduce_in_backward(
@@ -259,7 +255,6 @@ class Trainer:
                 sums.merge(self._optimize())
             if load is not None:
                 sums.merge(self._expert_metrics(load))
-        self.kl_passes = []
         sums.add("actor/lr", self.scheduler.get_last_lr()[0], 1)
         for name, gib in self.memory.measured().items():
             sums.maximum(name, gib)
@@ -269,10 +264,12 @@ class Trainer:
         return sums, logprobs_on_host
 
     @torch.no_grad()
-    def reference_kl(self, groups: Groups, minibatches: Sequence[RankMiniBatch]) -> TurnKl:
+    def reference_kl(
+        self, groups: Groups, minibatches: Sequence[RankMiniBatch]
+    ) -> tuple[TurnKl, ReferencePass]:
         """Return KL(policy‖reference), in nats, of this rank's part of the coming `update`.
 
-        It is that of the current weights. `kl_passes` keeps what `update` needs of it.
+        It is that of the current weights. The second value is for `update`.
         """
         assert self.reference is not None and self.algorithm.kl_penalty_type is not None
         no_advantages = _no_advantages(groups)
@@ -280,10 +277,10 @@ class Trainer:
             self.batches.prepare(groups.values())
         with span("old logprobs"):
             old_logprobs = self._logprobs_before(groups, minibatches, no_advantages, first=0)
-        self.kl_passes = []
+        reference_pass = ReferencePass(old_logprobs)
         kl_by_trajectory: TurnKl = {}
         for mini, logprobs in zip(minibatches, old_logprobs, strict=True):
-            self.kl_passes.append([])
+            reference_pass.kl_to_end.append([])
             for i, (batch, features) in enumerate(self.batches(mini, groups, no_advantages)):
                 reference = reference_logprobs(self.reference, (batch, features))
                 mask = torch.ones_like(reference, dtype=torch.bool)
@@ -298,11 +295,11 @@ class Trainer:
                     for item in mini.micro_batches[i]
                 ]
                 kl_to_end, sums_by_turn = turn_kl(kl, batch, sum(turn_counts))
-                self.kl_passes[-1].append((logprobs[i], kl_to_end))
+                reference_pass.kl_to_end[-1].append(kl_to_end)
                 ends = np.cumsum(turn_counts)
                 for item, end, n in zip(mini.micro_batches[i], ends, turn_counts, strict=True):
                     kl_by_trajectory[item.group, item.index] = sums_by_turn[end - n : end]
-        return kl_by_trajectory
+        return kl_by_trajectory, reference_pass
 
     def _logprobs_before(
         self,
@@ -437,7 +434,7 @@ class Trainer:
         image_batches = self.batches.without_cache()
         pixels = image_batches.pixels
         collate = replace(image_batches.collate, pixels=lambda image: np.zeros_like(pixels(image)))
-        blank_batches = BatchMaker(self.policy, collate, None, image_batches.max_patches)
+        blank_batches = BatchMaker(self.policy, collate, None, image_batches.max_tokens)
         groups = {
             g: replace(group, trajectories=tuple(map(group.as_seen, group.trajectories)))
             for g, group in groups.items()
@@ -494,7 +491,7 @@ class Trainer:
             value = dense(param).detach().to(self.mesh.device)
             yield name, (with_adapter(value, adapter) if adapter else value).to(sent_dtype)
 
-    def parts(self, dtype: torch.dtype) -> Iterator[Part]:
+    def parts(self, dtype: torch.dtype) -> Iterator[ShardPart]:
         """Yield this rank's part of each of `weights`, on the rank's device.
 
         Every rank must exhaust it.

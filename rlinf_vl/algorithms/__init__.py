@@ -10,12 +10,7 @@ Conventions of all functions:
 - float16 and bfloat16 are computed in float32.
 """
 
-from rlinf_vl.algorithms.advantages import (
-    advantages,
-    group_advantages,
-    token_moments,
-    token_normalized,
-)
+from rlinf_vl.algorithms.advantages import group_advantages, token_moments, token_normalized
 from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
 from rlinf_vl.algorithms.corrections import (
     IMPORTANCE_LEVELS,
@@ -26,12 +21,14 @@ from rlinf_vl.algorithms.corrections import (
 )
 from rlinf_vl.algorithms.credit import discounted_returns, gigpo_advantages, turn_advantages
 from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence, reverse_kl
-from rlinf_vl.algorithms.losses import policy_loss
+from rlinf_vl.algorithms.estimators import advantages
+from rlinf_vl.algorithms.losses import LossInputs, policy_loss
 
 __all__ = [
     "AGGREGATION_MODES",
     "DIVERGENCE_ESTIMATORS",
     "IMPORTANCE_LEVELS",
+    "LossInputs",
     "advantages",
     "aggregate",
     "discounted_returns",

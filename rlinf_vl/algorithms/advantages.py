@@ -118,54 +118,6 @@ def token_moments(
     return mean, (squares(mean) / (n - 1).clamp(min=1) + 1e-8).sqrt()
 
 
-def advantages(
-    kind: str | Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    rewards: torch.Tensor,
-    group_ids: torch.Tensor | Iterable[Hashable],
-    tokens: torch.Tensor,
-    *,
-    normalize: bool,
-) -> torch.Tensor:
-    """Return the advantages of one kind of `algorithm.adv_type`.
-
-    Args:
-        kind: a value of `algorithm.adv_type`, or a function `(rewards, group_ids, tokens)` that
-            returns the advantages. The function gets group ids as int64 numbers from 0 on, by
-            first appearance.
-        rewards, group_ids: see `group_advantages`.
-        tokens: int64 `[N]`, the number of sampled tokens of each trajectory.
-        normalize: whether to divide by the standard deviation.
-
-    Returns:
-        `[N]`, dtype and device of `rewards`.
-
-    Raises:
-        ValueError: see `group_advantages`; or a function's result isn't one finite number for each
-            reward.
-    """
-    if callable(kind):
-        group_numbers: dict[Hashable, int] = {}
-        index = torch.tensor(
-            [
-                group_numbers.setdefault(g, len(group_numbers))
-                for g in listed("group_ids", group_ids, rewards)
-            ]
-        )
-        # A user's function gets copies, since it may write into its arguments.
-        result = torch.as_tensor(kind(rewards.clone(), index, tokens.clone())).to(rewards)
-        if result.shape != rewards.shape or not torch.isfinite(result).all():
-            raise ValueError(
-                f"must return {len(rewards)} finite numbers, one for each reward; returned {result}"
-            )
-        return result.detach()
-    if kind == "reinforce_plus_plus":
-        return token_normalized(rewards, tokens, normalize=normalize)
-    if kind == "reinforce_plus_plus_baseline":
-        centered = group_advantages(rewards, group_ids, normalize=False)
-        return token_normalized(centered, tokens, normalize=normalize)
-    return group_advantages(rewards, group_ids, normalize=normalize, leave_one_out=kind == "rloo")
-
-
 def listed(
     name: str, ids: torch.Tensor | Iterable[Hashable], rewards: torch.Tensor
 ) -> list[Hashable]:

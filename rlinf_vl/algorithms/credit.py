@@ -105,6 +105,7 @@ def gigpo_advantages(
     *,
     weight: float,
     discount: float = 1.0,
+    compare: Callable[..., torch.Tensor] = group_advantages,
     **options: Any,
 ) -> torch.Tensor:
     """Return GiGPO advantages: the episode's in its group plus the turn's among turns of one state.
@@ -126,7 +127,7 @@ def gigpo_advantages(
         states: `[N]`, the name of the state in which each turn was taken, or None. Equal names in
             different groups are different states.
         weight: the paper's ω, >= 0 (in the paper 1, with a discount of 0.95).
-        options: keyword arguments of `group_advantages`.
+        compare, options: see `turn_advantages`.
 
     Returns:
         `[N]`, dtype and device of `rewards`.
@@ -164,5 +165,5 @@ def gigpo_advantages(
         (t,) if state is None else (group, state)
         for t, (group, state) in enumerate(zip(groups, state_names, strict=True))
     ]
-    episode = group_advantages(totals, [group for _, group in pairs], **options)[trajectory_index]
-    return (episode + weight * group_advantages(returns, keys, **options)).to(rewards.dtype)
+    episode = compare(totals, [group for _, group in pairs], **options)[trajectory_index]
+    return (episode + weight * compare(returns, keys, **options)).to(rewards.dtype)

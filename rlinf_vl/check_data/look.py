@@ -13,19 +13,21 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import cache, partial
-from math import prod
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from rlinf_vl.config import Config
 from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.data.images import image_size
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import RunError
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.types import Problem, Request
 
 if TYPE_CHECKING:
-    from rlinf_vl.models.families import ImageProcessor
+    from rlinf_vl.models.image_processor import ImageProcessor
 
 #: Rows of a chunk, after each of which progress is reported; chunks that justify a further process,
 #: which first loads the data and the tokenizer.
@@ -64,23 +66,21 @@ Inspect = Callable[[str, Sequence[int]], tuple[FilterResult, list[RowFacts]]]
 def make_inspect(config: Config, model_path: str | None) -> Inspect:
     """Load the data, and tokenizer and image processor of the model; without one, tokens are not
     counted."""
-    from rlinf_vl.rollout.prompts import Prompts
-    from rlinf_vl.rollout.renderer import Renderer
-    from rlinf_vl.rollout.row_check import RowCheck, env_maker_of, processor_of
+    from rlinf_vl.rollout.env_makers import env_maker_of
+    from rlinf_vl.rollout.row_check import (
+        RowCheck,
+        processor_of,
+        request_builder_of,
+    )
 
     data = config.data
-    prompts = None
+    builder = None
     processors: list[ImageProcessor | None] = []
+    image_tokens = ImageTokens(-1)
     if model_path is not None:
         processor = processor_of(config, model_path)
-        renderer = Renderer(processor, config.rollout.thinking.mode)
-        prompts = Prompts(
-            renderer,
-            processor.image_token_id,
-            config.runner.seq_length,
-            data.max_prompt_length,
-            data.overlong,
-        )
+        image_tokens = processor.image_tokens
+        builder = request_builder_of(config, processor)
         if processor.family.vision_tower:
             make = partial(processor.family.image_processor, model_path, data.image_min_pixels)
             # the config's own first, then one for each budget, as in `ImageFacts.tokens`
@@ -92,10 +92,10 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
     @cache
     def tokens_of(height: int, width: int) -> tuple[int, ...]:
         return tuple(
-            prod(p.grid(height, width)) // p.merge_size**2 if p else -1 for p in processors
+            image_tokens(np.array([p.grid(height, width)])).item() if p else -1 for p in processors
         )
 
-    check = RowCheck(config, prompts, env_maker_of(config))
+    check = RowCheck(config, builder, env_maker_of(config))
     datasets = open_datasets(data, ENVIRONMENTS)
 
     def inspect(split: str, rows: Sequence[int]) -> tuple[FilterResult, list[RowFacts]]:
@@ -162,6 +162,7 @@ def inspect_rows(
     Raises:
         RunError: a process died.
     """
+    # Small ones, so that no process still works on a large one when the others are done.
     chunks = []
     for split, n in rows.items():
         chunks += [(split, range(start, min(start + CHUNK, n))) for start in range(0, n, CHUNK)]

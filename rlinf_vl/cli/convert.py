@@ -5,9 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rlinf_vl.config.foreign.convert import convert_file
-from rlinf_vl.config.foreign.render import render, summary
 from rlinf_vl.config.load import load_config
+from rlinf_vl.convert.convert import convert_file
+from rlinf_vl.convert.render import render, summary
 from rlinf_vl.errors import ConfigError
 
 

@@ -29,6 +29,7 @@ def describe(query: str | None) -> str:
                 "names",
             ]
         )
+    # A whole name first: it may also be a part of longer ones.
     if query in keys:
         return _description(query, keys[query])
     # A section comes first: its name may also be a part of keys in other sections.

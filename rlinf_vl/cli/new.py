@@ -1,4 +1,4 @@
-"""`rlinf-vl new experiment|env|reward NAME`: write a commented template of a user's own file."""
+"""`rlinf-vl new experiment|env|agent|reward NAME`: write a commented template of a user's own file."""
 
 import keyword
 from pathlib import Path
@@ -26,6 +26,10 @@ KINDS = {
     "env": Kind(
         "env.py.jinja",
         "try it:  rlinf-vl check-env {path}:{name}\nuse it:  rlinf-vl train toy-grpo-cpu rollout.env_class={path}:{name}",
+    ),
+    "agent": Kind(
+        "agent.py.jinja",
+        "use it:  rlinf-vl train toy-grpo-cpu rollout.agent.function={path}:{name}",
     ),
     "reward": Kind(
         "reward.py.jinja",

@@ -13,10 +13,10 @@ import rlinf_vl
 from rlinf_vl.cli.completion import complete_config, complete_override
 from rlinf_vl.cli.keys import configs_and_keys
 from rlinf_vl.cli.new import KINDS
-from rlinf_vl.config.aliases import SYSTEMS
 from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.load import examples
 from rlinf_vl.config.overrides import ONE_RUN
+from rlinf_vl.config.systems import SYSTEMS
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import nearest
 from rlinf_vl.runtime.run_code import OPTION
@@ -169,6 +169,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     argument(OPTION, action="store_true", help=trust_help)
 
+    argument = verb("serve", "answer OpenAI's chat API with a trained policy, for any client")
+    argument(
+        "folder",
+        metavar="RUN|MODEL",
+        help="a run's folder, a checkpoint, a model's folder, a name on the hub, or a toy's",
+    )
+    argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for other machines, too"
+    )
+    argument("--port", type=int, default=8000, help="port to listen on; 0 for any free one")
+    argument("--key", help="the API key that clients must send; a new one unless named")
+    argument("--device", choices=("cpu", "cuda"), help="by default cuda where there is one")
+    argument("--dtype", choices=("fp32", "bf16", "fp16"), help="by default bf16 on cuda, else fp32")
+    argument(
+        "--temperature", type=float, default=1.0, help="of requests that name none (default 1)"
+    )
+    argument(
+        "--max-new-tokens",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most tokens of a reply (default 1024)",
+    )
+    argument(OPTION, action="store_true", help=trust_help)
+
     # Look at runs.
     argument = verb("watch", "follow a run on this terminal")
     argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
@@ -315,7 +340,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     argument = verb(
-        "new", "write a commented template of your own experiment, environment or reward"
+        "new", "write a commented template of your own experiment, environment, agent or reward"
     )
     argument("kind", choices=KINDS, help="the kind of file")
     argument("name", metavar="NAME", help="its name, or the path of its file without ending")

@@ -3,12 +3,14 @@ break them."""
 
 from collections.abc import Iterator
 
-from rlinf_vl.code import is_code
+from rlinf_vl.config.algorithm_files import built_ins
+from rlinf_vl.config.presets import CLIPS
 from rlinf_vl.config.schema import AlgorithmConfig, Config
 from rlinf_vl.config.schema.algorithm import RejectionConfig
+from rlinf_vl.user_code import is_code
 
 
-def algorithm(config: Config) -> Iterator[str]:
+def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield problems of advantages, credit, groups and of guidance beside the reward."""
     algorithm, batch, running = (
         config.algorithm,
@@ -25,7 +27,8 @@ def algorithm(config: Config) -> Iterator[str]:
         algorithm.distillation.teacher_path is not None and not algorithm.distillation.reward_weight
     )
     # user code may not compare within groups
-    in_groups = not is_code(algorithm.adv_type) and algorithm.adv_type != "reinforce_plus_plus"
+    estimator = built_ins("estimators").get(algorithm.adv_type)
+    in_groups = not is_code(algorithm.adv_type) and (estimator is None or estimator.needs_groups)
     if algorithm.group_size == 1 and in_groups and not alone:
         yield (
             f"algorithm.group_size: 1 with algorithm.adv_type={algorithm.adv_type} makes every "
@@ -44,12 +47,9 @@ def algorithm(config: Config) -> Iterator[str]:
         )
     if algorithm.kl_placement == "reward" and not algorithm.kl_beta:
         yield "algorithm.kl_placement: reward with algorithm.kl_beta=0 subtracts nothing; set kl_beta > 0, or kl_placement=loss"
-    for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
-        # SAPO clips nothing, and only these two losses have the dual clip, clip_ratio_c.
-        used = algorithm.loss_type != "sapo" and (
-            name != "clip_ratio_c" or algorithm.loss_type in ("actor", "gspo")
-        )
-        if not used and getattr(algorithm, name) is not None:
+    loss = built_ins("losses").get(algorithm.loss_type)  # None for user code
+    for name in CLIPS:
+        if loss is not None and name not in loss.clips and getattr(algorithm, name) is not None:
             yield (
                 f"algorithm.{name}: {getattr(algorithm, name):g} clips nothing with "
                 f"algorithm.loss_type={algorithm.loss_type}; leave it null, or choose another loss"
@@ -68,11 +68,12 @@ def algorithm(config: Config) -> Iterator[str]:
             "algorithm.credit=trajectory discounts nothing; set credit=turn, "
             "state_advantage_weight > 0, or turn_discount=1"
         )
-    if weight and algorithm.adv_type not in ("grpo", "dr_grpo", "rloo"):
+    if weight and not (estimator and estimator.compares_states):
+        names = [name for name, kind in built_ins("estimators").items() if kind.compares_states]
         yield (
             f"algorithm.state_advantage_weight: {weight:g} compares turns with others of their "
-            f"state, which algorithm.adv_type={algorithm.adv_type} does not; use grpo, dr_grpo or "
-            "rloo"
+            f"state, which algorithm.adv_type={algorithm.adv_type} does not; use one of "
+            f"{', '.join(names)}"
         )
     for key, used in (
         ("credit: turn", algorithm.credit == "turn"),
@@ -121,6 +122,7 @@ def _distillation(config: Config) -> Iterator[str]:
             "is the policy's own)"
         )
     if distillation.teacher_path is None:
+        # A key that was set shows that a teacher was meant.
         for key, default in vars(type(distillation)()).items():
             setting = getattr(distillation, key)
             if setting != default:
@@ -132,7 +134,7 @@ def _distillation(config: Config) -> Iterator[str]:
         yield "algorithm.distillation.weight: 0 learns nothing from the teacher; raise it, or set teacher_path=null"
 
 
-def correction(config: Config) -> Iterator[str]:
+def correction_problems(config: Config) -> Iterator[str]:
     """Yield problems of old logprobs, truncated importance sampling (TIS) and rejection."""
     algorithm, with_logprobs = config.algorithm, config.rollout.return_logprobs
     tis, old, rejection = (
@@ -177,6 +179,7 @@ def correction(config: Config) -> Iterator[str]:
                 f"algorithm.{key.replace('=', ': ')} needs the engine's logprobs, but "
                 f"rollout.return_logprobs is false; set it true, or {remedy}"
             )
+        # Engines report logprobs before the truncation, so ratios would be off by its mass.
         for name, off in (("top_p", 1), ("top_k", 0)):
             setting = getattr(algorithm.sampling_params, name)
             if used and setting != off:
@@ -196,6 +199,8 @@ def _bounds(rejection: RejectionConfig) -> Iterator[str]:
             continue
         if rejection.level is None:
             yield f"algorithm.rejection.{name}: {bound:g} bounds nothing without algorithm.rejection.level; set that, or no {name}"
+        # At the ratio 1 engine and trainer agree: bounds that leave it out would reject every
+        # token.
         elif not (bound < 1 if name == "low" else bound > 1):
             yield (
                 f"algorithm.rejection.{name}: {bound:g} rejects the ratio 1, of what both sides "

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlinf_vl.config.aliases import hint
 from rlinf_vl.config.schema import Config, Limit
 from rlinf_vl.errors import did_you_mean
 
@@ -61,6 +60,9 @@ def suggestion(key: str) -> str:
     sections, a key of another system with a similar name, similar names, similar leaves. Without a
     candidate the hint lists the keys of the section, or the sections.
     """
+    # The tables of other systems take 40 ms to read, and only an unknown key needs them.
+    from rlinf_vl.convert.tables import hint
+
     if foreign_hint := hint(key):
         return foreign_hint
     keys, sections = config_keys(), config_sections()
@@ -79,7 +81,10 @@ def suggestion(key: str) -> str:
     if matches:
         return did_you_mean(sorted(matches, key=lambda k: similarity[k], reverse=True)[:2])
     if section in sections:
-        return f" the keys of '{section}' are {', '.join(k.removeprefix(f'{section}.') for k in sections[section])}"
+        return (
+            f" the keys of '{section}' are "
+            f"{', '.join(k.removeprefix(f'{section}.') for k in sections[section])}"
+        )
     return f" the sections are {', '.join(name for name in sections if '.' not in name)}"
 
 
@@ -95,7 +100,9 @@ def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Key]]:
         if dataclasses.is_dataclass(value):
             yield from _walk(value, f"{prefix}{field.name}.")
         else:
-            doc = docs.get(field.name, "")
+            summaries = field.metadata.get("summaries", {})
+            sentences = (f"{name}: {summary}." for name, summary in summaries.items())
+            doc = " ".join((docs.get(field.name, ""), *sentences))
             yield (
                 prefix + field.name,
                 Key(hints[field.name], value, doc, field.metadata.get("allowed")),

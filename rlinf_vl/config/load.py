@@ -24,8 +24,6 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf_vl.code import collect_code, is_code
-from rlinf_vl.config.foreign.as_is import rlinf_settings
 from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggestion
 from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.presets import with_presets
@@ -34,6 +32,8 @@ from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import ALGORITHM_HINTS, Rule, validate_config
 from rlinf_vl.errors import ConfigError, did_you_mean, nearest
+from rlinf_vl.user_code import collect_code, is_code
+from rlinf_vl.weights import FORMER_NAMES
 
 if TYPE_CHECKING:  # importing it takes a quarter of the time that loading a config does
     from upath import UPath
@@ -44,8 +44,9 @@ EXAMPLES_DIR = (
     _CHECKOUT if (_CHECKOUT / "examples/reasoning").is_dir() else Path(__file__).resolve().parent
 ) / "examples"
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-WEIGHT_SYNC_ALIASES = {"nccl": "broadcast", "cuda_ipc": "shared_memory"}  # former value → value
 ON_OFF = {"True": "on", "False": "off"}  # YAML reads on and off as booleans
+#: The loader written in C, where PyYAML has it: it takes a tenth of the time.
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _LIST_NAMES = {
     int: "a list of integers, such as [1, 2]",
     float: "a list of numbers, such as [0.7, 0.3]",
@@ -86,8 +87,10 @@ def load_config(
 def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = ()) -> Config:
     """Load a config without validation. An override may also be a pair (key, value)."""
     path = _find(config_name)
-    written = rlinf_settings(path, examples) or _compose(path)
+    written = _foreign_settings(path) or _compose(path)
     typed = OmegaConf.structured(Config)
+    # One error lists the problems of overrides and of values, so that a user mends the command
+    # once.
     problems = [*apply_overrides(written, overrides), *_fill(typed, written)]
     if problems:
         raise ConfigError(*problems)
@@ -100,6 +103,7 @@ def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = 
 def save_config(config: Config, path: "Path | UPath") -> None:
     """Write every key as YAML, with all references resolved; `load_config(path)` reads it back."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Through the schema: with its order of keys the files of two runs can be compared line by line.
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
 
 
@@ -111,12 +115,14 @@ def changed_keys(config: Config, path: "Path | UPath") -> list[str]:
     try:
         old = OmegaConf.create(path.read_text(encoding="utf-8"))
         new = OmegaConf.structured(config)
+    # The list only informs: a file that somebody has edited must not stop the run.
     except (OSError, yaml.YAMLError, OmegaConfBaseException):
         return []
     changes = []
     for key in config_keys():
         old_value, new_value = OmegaConf.select(old, key), OmegaConf.select(new, key)
         if old_value != new_value:
+            # A value may be the whole text of a file, in runner.code_files.
             old_text, new_text = (
                 textwrap.shorten(shown(old_value), 200),
                 textwrap.shorten(shown(new_value), 200),
@@ -133,6 +139,8 @@ def examples() -> dict[str, Path]:
 def _is_config(path: Path) -> bool:
     """Return whether a file has a defaults list, as every config does."""
     return (
+        # The working folder may hold any YAML, in any encoding: only files with a defaults list
+        # count.
         os.path.isfile(path)
         and re.search("^defaults:", path.read_text(encoding="utf-8", errors="ignore"), re.MULTILINE)
         is not None
@@ -174,11 +182,13 @@ def _find(config_name: str) -> Path:
     config_names = sorted(
         {*examples(), *(path.stem for path in Path.cwd().glob("*.yaml") if _is_config(path))}
     )
+    # The first try of a newcomer is often the name of an algorithm.
     if algorithm_hint := ALGORITHM_HINTS.get(name.lower()):
         raise ConfigError(
             f"config {config_name!r}: is no config but an algorithm: {algorithm_hint}; name a "
             "config, such as toy-grpo-cpu"
         )
+    # A name without its ending is more likely meant than one that is spelled alike.
     likely = [candidate for candidate in config_names if candidate.startswith(f"{name}-")]
     # One for CPUs runs everywhere.
     likely = [candidate for candidate in likely if candidate.endswith("-cpu")] or likely
@@ -187,6 +197,39 @@ def _find(config_name: str) -> Path:
         f"config {config_name!r}: not in {EXAMPLES_DIR} or {Path.cwd()};{hint} there are: "
         f"{', '.join(config_names)}"
     )
+
+
+def _foreign_settings(path: Path) -> dict[str, Any] | None:
+    """Return our settings for a file of RLinf's; None for a file of ours or one that can't be read.
+
+    Raises:
+        ConfigError: the file is another system's, or a key has no counterpart here.
+    """
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _YAML_LOADER)  # noqa: S506
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    if not isinstance(data, dict):
+        return None
+    bases = {
+        base.removesuffix(".yaml")
+        for base in data.pop("defaults", None) or []
+        if isinstance(base, str)
+    }
+    unknown_keys = [
+        key for key, _ in leaves(data) if key not in config_keys() and not key.startswith("hydra.")
+    ]
+    # Fewer than three may be typing errors, which `_fill` reports one by one.
+    if len(unknown_keys) < 3 or bases & {
+        SCHEMA_NAME,
+        *examples(),
+        *(file.stem for file in path.parent.glob("*.yaml")),
+    }:
+        return None
+    # The converters take 60 ms to import, which a run of a config of ours need not wait for.
+    from rlinf_vl.convert.as_is import rlinf_settings
+
+    return rlinf_settings(path, unknown_keys)
 
 
 def _compose(path: Path) -> dict[str, Any]:
@@ -256,6 +299,7 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
             problems[key] = f"{key}: unknown key (value {shown(value)});{suggestion(key)}"
         else:
             annotation = config_keys()[key].type
+            # A list of one needs no brackets, which a shell would want quotes for.
             if get_origin(annotation) is list and _is_element(value, get_args(annotation)[0]):
                 value = [value]
             if key == "cluster.component_placement" and isinstance(value, (str, int)):
@@ -322,12 +366,14 @@ def with_texts(kwargs: dict[str, Any]) -> dict[str, Any]:
                     f"rollout.env_kwargs.{name}: no file {value[1:]!r}, here or in {EXAMPLES_DIR}; "
                     "give a path"
                 )
+            # A stray byte shows in the prompt, and is no reason to refuse the run.
             texts[name] = file.read_text(encoding="utf-8", errors="replace")
     return texts
 
 
 def _absolute(path: str, folder: Path | None = None) -> str:
     """Return an absolute path: in the working folder, or in `folder` if it exists only there."""
+    # As for any other program, the working folder comes first.
     in_working_folder = Path(os.path.expanduser(path)).absolute()
     in_folder = folder / os.path.expanduser(path) if folder else in_working_folder
     return str(
@@ -367,13 +413,18 @@ def _normalise(config: Config, folder: Path) -> None:
     algorithm = config.algorithm
     # YAML's true arrives as "True"
     algorithm.recompute_logprobs = algorithm.recompute_logprobs.lower()
+    # Later code compares one spelling only.
     algorithm.kl_penalty_type = KL_ALIASES.get(
         algorithm.kl_penalty_type or "", algorithm.kl_penalty_type
     )
     with_presets(algorithm)
+    if config.cluster.backend == "local":
+        # One rank and one engine, which take turns.
+        config.cluster.component_placement = {"actor,rollout": 0}
     rollout = config.rollout
-    rollout.weight_sync = WEIGHT_SYNC_ALIASES.get(rollout.weight_sync, rollout.weight_sync)
+    rollout.weight_sync = FORMER_NAMES.get(rollout.weight_sync, rollout.weight_sync)
     rollout.thinking.mode = ON_OFF.get(rollout.thinking.mode, rollout.thinking.mode)
+    # After the checks of types, since files are read; before the rules, which read the texts.
     _collect_code(config, [os.getcwd(), str(folder)])
     rollout.env_kwargs = with_texts(rollout.env_kwargs)
     for sampling in (algorithm.sampling_params, algorithm.val_sampling_params):
@@ -388,6 +439,7 @@ def _normalise(config: Config, folder: Path) -> None:
     ):
         model.model_path = path
     for name in ("resume_dir", "checkpoint_dir"):
+        # A URL has no working folder.
         if (path := getattr(config.runner, name)) not in (None, "auto") and "://" not in path:
             setattr(config.runner, name, _absolute(path))
     for paths in (config.data.train_data_paths, config.data.val_data_paths):

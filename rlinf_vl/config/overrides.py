@@ -45,9 +45,12 @@ def apply_overrides(
     }
     for words in _expanded(list(_groups([text for text in overrides if isinstance(text, str)]))):
         text = words[0]
+        # Users of Hydra try its flag, and argparse passes it on as an override.
         if text in ("--multirun", "-m"):
             problems.append(f"{text}: {ONE_RUN}")
             continue
+        # A shell splits what is not quoted; the argument to write is worth more than the error
+        # alone.
         if len(words) > 1:
             fixed = _corrected(_joined(words))
             further_words = ", ".join(map(repr, words[1:]))
@@ -70,6 +73,7 @@ def apply_overrides(
         value = _with_function_names(value) if key == "reward.functions" else value
         if override.is_delete():
             problems.append(f"override {text!r}: '{key}' can't be removed; give it a value")
+        # A comma outside of quotes is a sweep for Hydra; nearly always a list or a text was meant.
         elif override.is_sweep_override():
             fixed = _corrected(text)
             hint = f"write {fixed}" if fixed else f"quote a value with a comma in it; {ONE_RUN}"
@@ -92,6 +96,7 @@ def apply_overrides(
 
 def _with_function_names(value: Any) -> Any:
     """Return the entries of `reward.functions`, with bare names turned into mappings."""
+    # Bare names are what a user writes first; the schema has mappings, for weights and keywords.
     entries = [value] if isinstance(value, str) else value
     if not isinstance(entries, list):
         return value
@@ -119,6 +124,7 @@ def _set(written: dict[str, Any], key: str, value: Any) -> set[str]:
         written.update(section_leaves)
         return set(section_leaves)
     if mapping := next(_under(key), None):
+        # A copy is changed, since the mapping may be that of a composed config that is used again.
         old_value = written.get(mapping)
         place = written[mapping] = copy.deepcopy(old_value) if isinstance(old_value, dict) else {}
         *within, name = key.removeprefix(f"{mapping}.").split(".")
@@ -166,6 +172,7 @@ def _expanded(groups: list[list[str]]) -> Iterator[list[str]]:
     while groups:
         words = groups.pop(0)
         key, _, value = words[0].partition("=")
+        # Only these keys take mappings, so a repeated key with a colon elsewhere is a mistake.
         takes_braces = key in config_sections() or (
             key in config_keys() and "dict" in str(config_keys()[key].type)
         )
@@ -180,6 +187,7 @@ def _joined(words: Sequence[str]) -> str:
     """Join the words of an override that a shell has split."""
     key, equals, value = words[0].partition("=")
     if all(word.startswith(f"{key}=") for word in words):  # the shell has expanded braces
+        # Only the first colon ends a name: a value may be a path with further ones.
         parts = [word.removeprefix(f"{key}=").replace(":", ": ", 1) for word in words]
         bare = [part.strip("[]") for part in parts]
         return (
@@ -198,9 +206,11 @@ def _corrected(text: str) -> str | None:
         return None
     annotation = str(config_keys()[key].type) if key in config_keys() else ""
     try:
+        # Text without brackets is left as it is: YAML would turn `on` or `1_000` into other values.
         read = yaml.safe_load(value) if value[:1] in ("[", "{") else value
     except yaml.YAMLError:
         return None
+    # `a,b` for a list is a sweep in Hydra, and two elements for its writer.
     if isinstance(read, str) and "list" in annotation and "," in read:
         read = [part.strip() for part in read.split(",")]
     if isinstance(read, str) and not (
@@ -232,6 +242,7 @@ def _value(value: Any) -> str:
         return yaml.safe_dump(value).partition("\n")[0]
     if _PLAIN.fullmatch(value):
         return value
+    # The quote that the text lacks spares most backslashes.
     quote = '"' if "'" in value else "'"
     return f"{quote}{value.replace(quote, chr(92) + quote)}{quote}"
 
@@ -242,4 +253,5 @@ def in_shell(text: str) -> str:
         return text
     if "'" not in text:
         return f"'{text}'"
+    # An interactive bash expands `!` within double quotes, too.
     return shlex.quote(text) if "!" in text else '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'

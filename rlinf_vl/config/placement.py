@@ -69,6 +69,8 @@ class Placement:
                     f"{_KEY} puts actor and {name} on the same ones; split them, as in {_EXAMPLE}"
                 )
             engine_nodes = {self.node_of(slot) for slot in engine}
+            # Tensor parallelism exchanges activations in every layer, which networks are too slow
+            # for.
             if len(engine_nodes) > 1:
                 raise ConfigError(
                     f"{_KEY}: {name} would span nodes {ranges(engine_nodes)}; an engine's slots "
@@ -108,6 +110,7 @@ class Placement:
         }
         lines, free = [], []
         for node, slots in enumerate(_slots_of(self.nodes)):
+            # A large cluster has many free nodes: they share one line at the end.
             if not set(slots) & {*ranks, *engines}:
                 free.append(node)
                 continue
@@ -157,6 +160,7 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
             f"{_KEY}: no slots: the cluster has none of cluster.device; set that to cpu, or start "
             "Ray where there are GPUs"
         )
+    # A mode is given to both components or to none (`parse_placement`), so either one tells it.
     if (mode := named["actor"].text) in MODES:
         actor, rollout = _halves(mode, nodes, tp, context)
         return Placement(actor, tuple(_engines(rollout, None, tp, nodes)), tuple(nodes), context)
@@ -227,6 +231,7 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     keys: dict[str, str] = {}  # component → the key of its entry
     for names, value in component_placement.items():
+        # A key that YAML reads as a number is an unknown component and no crash.
         for component in (name.strip() for name in str(names).split(",") if value is not None):
             if component not in COMPONENTS:
                 hint = nearest(component, COMPONENTS)
@@ -292,6 +297,7 @@ def shares_slots(component_placement: Mapping[str, Any]) -> bool:
     actor, rollout = parse_placement(component_placement).values()
     if actor.text in MODES:
         return actor.text == MODES[0]
+    # Every slot is a slot of the other component, too, whatever that one names.
     if "all" in (actor.text, rollout.text):
         return True
     if actor.slots is not None and rollout.slots is not None:
@@ -356,6 +362,7 @@ def _halves(
                 "write disaggregated, or {actor: nodes all slots 0-3, rollout: nodes all slots 4-7}"
             )
             raise ConfigError(f"{_KEY}: {mode} is for one node, and {described(nodes)}; {hint}")
+        # Whole nodes, since no engine may span two.
         boundary = sum(nodes[: len(nodes) // 2])
         return tuple(range(boundary)), tuple(range(boundary, n))
     ranks = [ranks for ranks in range(context, n, context) if (n - ranks) % tp == 0]
@@ -381,6 +388,7 @@ def _slots(component: str, entry: Entry, part: _Part, nodes: Sequence[int]) -> l
             )
         return chosen
     chosen = []
+    # Slots are counted within a node here, and over the cluster everywhere else.
     for node in range(len(nodes)) if part.numbers is None else part.numbers:
         if node >= len(nodes):
             raise ConfigError(
@@ -476,10 +484,12 @@ def _numbers(entry: str, text: str) -> tuple[int, ...]:
                 f"{entry} isn't all, a slot, or ranges such as 0-3 or 0-1,4; nor nodes ('nodes "
                 f"0-1', 'nodes all slots 0-3'), nor one of {', '.join(MODES)}"
             )
+        # Before the range is made: it would fill the memory.
         if last >= _MAX_SLOTS:
             raise ConfigError(
                 f"{entry} names a slot that no cluster has; slots are numbered from 0"
             )
+        # A slot that is named twice is a typing error in one of the ranges, and not harmless.
         if numbers & set(range(first, last + 1)):
             raise ConfigError(f"{entry} names a slot twice; name each once")
         numbers |= set(range(first, last + 1))

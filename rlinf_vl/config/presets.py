@@ -8,33 +8,26 @@ an algorithm as published.
 
 from typing import Any
 
+from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.schema import AlgorithmConfig
+
+#: Keys of the clips; a loss sets those that it does not read to null.
+CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+
+
+def _of_losses() -> dict[str, dict[str, Any]]:
+    presets = {}
+    for name, loss in built_ins("losses").items():
+        unread_clips = dict.fromkeys(clip for clip in CLIPS if clip not in loss.clips)
+        presets[name] = unread_clips | loss.defaults
+    return presets
+
 
 #: Key of `algorithm` → its value → other keys of `algorithm` and their values. User code has no
 #: presets.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "loss_type": {
-        "actor": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
-        "gspo": {
-            "clip_ratio_low": 3e-4,
-            "clip_ratio_high": 4e-4,
-            "loss_agg_func": "seq-mean-token-mean",
-        },
-        "cispo": {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, "clip_ratio_c": None},
-        "sapo": {
-            "clip_ratio_low": None,
-            "clip_ratio_high": None,
-            "clip_ratio_c": None,
-            "loss_agg_func": "seq-mean-token-mean",
-        },
-    },
-    "adv_type": {
-        "grpo": {"normalize_advantages": True},
-        "dr_grpo": {"normalize_advantages": False, "loss_agg_func": "seq-mean-token-sum-norm"},
-        "rloo": {"normalize_advantages": False},
-        "reinforce_plus_plus": {"normalize_advantages": True},
-        "reinforce_plus_plus_baseline": {"normalize_advantages": True},
-    },
+    "loss_type": _of_losses(),
+    "adv_type": {name: dict(kind.defaults) for name, kind in built_ins("estimators").items()},
     "recompute_logprobs": {"false": {"old_policy": "sampler"}},
     "kl_placement": {"loss": {"kl_penalty_type": "k3"}, "reward": {"kl_penalty_type": "k1"}},
 }

@@ -17,6 +17,8 @@ class ToyEntry(NamedTuple):
     model_type: str = "qwen3_vl"  # of its checkpoint
 
 
+#: The side in pixels of an image token of their checkpoints.
+TOKEN_SIDE = 16
 _QUESTION_COLUMNS = ("id", "problem", "images", "answer")
 _QUESTION_ROWS = {"train": 5840, "val": 152}
 TOYS = {

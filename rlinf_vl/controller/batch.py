@@ -4,22 +4,21 @@ ranks that train on them."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ray
-
-from rlinf_vl.actor.messages import RankMiniBatch
-from rlinf_vl.code import is_code, load_code
+from rlinf_vl.actor.batch_types import RankMiniBatch
+from rlinf_vl.algorithms.estimators import Estimator
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.algorithm import ADVANTAGES
-from rlinf_vl.controller.ahead import Ahead
+from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.mismatch import MismatchGuard
-from rlinf_vl.controller.parts import Learner, Pool
-from rlinf_vl.controller.run_data import RunData
+from rlinf_vl.controller.protocols import Learner, Pool
 from rlinf_vl.controller.run_log import RunLog
-from rlinf_vl.controller.step_plan import Estimator, StepPlan, plan_step
+from rlinf_vl.controller.scheduler import RolloutScheduler
+from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.data.bad_rows import check_faults, no_verdicts
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import summarize_rollout
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.types import GroupSummary, Reference
+from rlinf_vl.user_code import is_code, load_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Rollout:
     """
 
     summaries: list[GroupSummary]
-    groups: list[ray.ObjectRef]
+    groups: list[Reference]
     plan: StepPlan
     scored: list[GroupSummary]
     to_score: list[tuple[RankMiniBatch, ...]]
@@ -46,7 +45,7 @@ class Rollout:
 
 def rollout(
     step: int,
-    ahead: Ahead,
+    scheduler: RolloutScheduler,
     config: Config,
     pool: Pool,
     learner: Learner,
@@ -56,12 +55,12 @@ def rollout(
     """Wait for the step's groups, plan, and let the ranks fetch them. A fetched group outlives its
     worker; one that is lost before that is sampled again."""
     with log.timed("generate"):
-        selection = ahead.draw(step)
-        dropped = [summary for _, (summary, _) in selection.dropped]
+        selection = scheduler.select_groups(step)
+        dropped = [result.summary for _, result in selection.dropped]
         tasks, results = map(list, zip(*selection.selected, strict=True))
         n_trained = len(tasks)
         # With older weights in the engines there is nothing that the guard could compare.
-        if ahead.buffer.engine_version == step - 1:
+        if scheduler.buffer.engine_version == step - 1:
             tasks += guard.extra_tasks(step, tasks, [summary for summary, _ in results])
         results += pool.submit(tasks[n_trained:]).results() if tasks[n_trained:] else []
         while True:
@@ -99,6 +98,7 @@ def plan_of(
     return plan_step(
         summaries,
         config.algorithm,
+        # Of the step alone, so that a resumed run shuffles as if it had never stopped.
         shuffle_key=f"minibatches {runner.seed} {step}",
         ranks=learner.data_size,
         budget=runner.max_tokens_per_mbs,
@@ -129,15 +129,16 @@ def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
     """
     if faults := check_faults(summaries):
         log.event("trajectories_failed", faults)
-    if all(error for s in summaries for error in s.errors):
-        raise RunError(
-            f"step {log.step}: every trajectory failed; the first reason: {summaries[0].errors[0]}"
-        )
+    if not any(summary.valid for summary in summaries):
+        first_error = summaries[0].trajectories[0].error
+        raise RunError(f"step {log.step}: every trajectory failed; the first reason: {first_error}")
     if line := no_verdicts(summaries):
         log.event("no_verdict", line)
 
 
-def count_bad_rows(split: str, summaries: Sequence[GroupSummary], data: RunData, step: int) -> int:
+def count_bad_rows(
+    split: str, summaries: Sequence[GroupSummary], data: DatasetPlan, step: int
+) -> int:
     """Record the rows that failed, and return how many of the split have failed so far; raises
     `TooManyBadRows`."""
     data.bad_rows.add_failed(split, summaries, step)

@@ -6,18 +6,19 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors
-from rlinf_vl.controller.draw import make_tasks, store_only
-from rlinf_vl.controller.parts import Pool
-from rlinf_vl.controller.run_data import check_rows
+from rlinf_vl.controller.dataset_plan import check_rows
+from rlinf_vl.controller.protocols import Pool
+from rlinf_vl.controller.remote_writer import RemoteWriter
 from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.schedules import SCHEDULES
+from rlinf_vl.controller.tasks import make_tasks, store_only
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sources import open_source
 from rlinf_vl.envs.registry import grades_answers, load_env_class
@@ -30,7 +31,7 @@ from rlinf_vl.runtime.checkpoints import Folder
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.run_folder import write_baselines
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.types import GroupSummary, Reference
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +117,19 @@ def evaluate(
     # Without ranks the engines need not leave memory to them.
     if config.rollout.gpu_memory_utilization == "auto":
         config.rollout.gpu_memory_utilization = GPU_SHARE[reservation.device]
-    with closing(RunLog(config, run_dir, model_path, progress)) as log:
+    start_writer = partial(RemoteWriter, config, run_dir, model_path)
+    with ExitStack() as stack:
+        log = stack.enter_context(closing(RunLog(config, run_dir, start_writer, progress)))
         progress.phase("starting rollout workers")
-        pool = RolloutPool(config, model_path, reservation, report=log.event, check=check)
+        pool = RolloutPool(
+            config,
+            model_path,
+            reservation,
+            reproducible=SCHEDULES[config.runner.schedule].is_reproducible(config.runner),
+            report=log.event,
+            check=check,
+        )
+        stack.callback(pool.close)
         n = pool.start()["val"]
         n = n if config.data.val_samples < 0 else min(config.data.val_samples, n)
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
@@ -162,7 +173,7 @@ def answer_tasks(pool: Pool, log: RunLog, tasks: Sequence[Task]) -> list[GroupSu
     numbers = {task.group_id: k for k, task in enumerate(tasks)}
     recorded = log.recorder.choose("val", 0, len(tasks))
     summaries: dict[int, GroupSummary] = {}
-    groups: dict[int, ray.ObjectRef] = {}
+    groups: dict[int, Reference] = {}
     for summary, group in pool.submit(store_only(tasks, recorded)):
         k = numbers[summary.id]
         if group is not None:

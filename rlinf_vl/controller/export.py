@@ -16,7 +16,8 @@ from rlinf_vl.actor.checkpoint import load_weights_only
 from rlinf_vl.config.schema import VlmConfig
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError, RunError
-from rlinf_vl.models.families import Family, family_of
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.family import Family
 from rlinf_vl.models.loading import (
     DTYPES,
     carried_weights,

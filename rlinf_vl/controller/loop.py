@@ -6,19 +6,20 @@ the rollout workers to the actor ranks through the object store, and weights tra
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.ahead import Ahead
 from rlinf_vl.controller.batch import Rollout, count_bad_rows, estimator_of, rollout
+from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.mismatch import MismatchGuard
-from rlinf_vl.controller.parts import Learner, Pool, Sync
-from rlinf_vl.controller.run_data import RunData
+from rlinf_vl.controller.protocols import Learner, Pool, WeightSyncer
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.saver import Saver
+from rlinf_vl.controller.scheduler import RolloutScheduler
+from rlinf_vl.controller.schedules import SCHEDULES
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import with_kl
 from rlinf_vl.controller.validation import Validator
@@ -39,7 +40,7 @@ class RunState:
 
     Attributes:
         sampler: position of the `EpochSampler`.
-        open: groups that were requested and are not trained, as `Ahead.trained` returns them.
+        open: groups that were requested and are not trained, each the fields of an `OpenGroup`.
         accuracies: val/accuracy by step.
         validating: the step's validation has not ended.
         bad_steps: steps in a row up to this one whose gradient was not finite.
@@ -49,7 +50,7 @@ class RunState:
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
-    open: list[list[int]] = field(default_factory=list)
+    open: Sequence[Sequence[int]] = ()
     accuracies: dict[int, float] = field(default_factory=dict)
     validating: bool = False
     bad_steps: int = 0
@@ -80,12 +81,12 @@ def train(
     config: Config,
     pool: Pool,
     learner: Learner,
-    data: RunData,
+    data: DatasetPlan,
     home: Folder,
     stop: StopRequest,
     *,
     gpu: SharedGpu,
-    sync: Sync,
+    sync: WeightSyncer,
     log: RunLog,
     start: Folder | None = None,
 ) -> dict[str, float]:
@@ -105,9 +106,9 @@ def train(
     runner = config.runner
     total = data.total_steps
     # `timed` is a context manager of contextlib, and so a decorator, too.
-    ahead = Ahead(config, pool, data, log, log.timed("sync")(sync))
+    scheduler = SCHEDULES[runner.schedule](config, pool, data, log, log.timed("sync")(sync))
     saver = Saver(runner, home, learner, log, start)
-    state = resume(config, saver.newest, pool, learner, data, gpu, ahead, log)
+    state = resume(config, saver.newest, pool, learner, data, gpu, scheduler, log)
     guard = MismatchGuard(config, learner, log)
     validator = Validator(config, pool, data, log, state.accuracies)
     try:
@@ -121,7 +122,7 @@ def train(
             stop.check()
             log.begin_step(step)
             with log.timed("step"):
-                batch = rollout(step, ahead, config, pool, learner, guard, log)
+                batch = rollout(step, scheduler, config, pool, learner, guard, log)
                 metrics = {"data/bad_rows": count_bad_rows("train", batch.generated, data, step)}
                 metrics |= batch.metrics | data.counts
                 metrics |= {
@@ -140,20 +141,22 @@ def train(
                     synced
                     and not gpu.shared
                     and not validator.running
-                    and runner.schedule != "one_step_off"
+                    and not scheduler.waits_before_sync
                 )
                 on_start = partial(sync.begin, step) if sync_early else lambda: None
                 metrics |= update(step, batch, config, pool, learner, log, on_start)
                 # From here on the step is trained: a stop is to save the state behind it.
                 state.step = step
-                state.open = ahead.trained()
+                state.open = scheduler.buffer.open_groups()
                 state.sampler = data.sampler.state_dict()
                 state.metrics = metrics
                 log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
                 # The validation must end before engines get other weights.
                 validator.finish()
-                metrics |= gpu.to_engines(learner, partial(ahead.sync, step) if synced else None)
+                metrics |= gpu.to_engines(
+                    learner, partial(scheduler.sync, step) if synced else None
+                )
                 if validator.is_due(step):
                     metrics |= validator.begin(step)
                 state.validating = validator.running
@@ -169,7 +172,7 @@ def train(
         raise
     finally:
         validator.close()
-        ahead.close()
+        scheduler.buffer.close()
         saver.close()
     return state.metrics
 
@@ -206,9 +209,9 @@ def resume(
     checkpoint: Folder | None,
     pool: Pool,
     learner: Learner,
-    data: RunData,
+    data: DatasetPlan,
     gpu: SharedGpu,
-    ahead: Ahead,
+    scheduler: RolloutScheduler,
     log: RunLog,
 ) -> RunState:
     """Put learner, sampler, log and engines into the state of the checkpoint; None: of the
@@ -226,8 +229,8 @@ def resume(
     # Engines start with the weights of step 0, as the model's files have them; a quantized policy
     # computes with others.
     stale = state.step > 0 or log.count("actors_restarted") > 0 or quantized
-    gpu.to_engines(learner, partial(ahead.sync, state.step) if stale else None)
-    ahead.begin(state.step, state.open)
+    gpu.to_engines(learner, partial(scheduler.sync, state.step) if stale else None)
+    scheduler.resume(state.step, state.open)
     return state
 
 
@@ -254,7 +257,7 @@ def update(
         )
     metrics |= update_metrics
     metrics["actor/tokens_per_second"] = (
-        sum(sum(s.tokens) for s in batch.summaries) / log.timings["time/train"]
+        sum(t.tokens for s in batch.summaries for t in s.trajectories) / log.timings["time/train"]
     )
     pool.release(
         log.recorder.record(

@@ -1,4 +1,4 @@
-"""The mismatch guard: does the engine sample from the trainer's policy, and does it see the images?
+"""The guard against an engine that samples from another policy, or does not see the images.
 
 The trainer scores a handful of fresh trajectories, once as they are and once with blank images. If
 the engine's logprobs fit the blank ones better, the engine is blind; if they fit neither, its
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlinf_vl.actor.messages import RankMiniBatch
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.parts import Learner
+from rlinf_vl.controller.protocols import Learner
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.step_plan import item_of, trainable
 from rlinf_vl.errors import RunError

@@ -1,26 +1,36 @@
-"""Recording trajectories: the choice of groups, and when these may be released. `TrajectoryWriter`
-writes them."""
+"""Recording trajectories: the choice of groups, and when these may be released. A `Writer` writes
+them."""
 
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from rlinf_vl.code import is_code
-from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.trajectory_writer import Batch, TrajectoryWriter
-from rlinf_vl.runtime.ray_process import kill
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.config.schema import RunnerConfig
+from rlinf_vl.types import GroupSummary, Reference
 
 #: Seconds without recording after a writer has failed; doubled for each that fails right after it,
 #: to an hour at most.
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 3600.0
+
+
+#: As `rlinf_vl.controller.trajectory_writer.GroupBatch`, with references for groups and logprobs.
+Batch = tuple[
+    str, Mapping[int, Reference], Sequence[Sequence[Sequence[float]]] | None, Sequence[Reference]
+]
+
+
+class Writer(Protocol):
+    """A handle of a `TrajectoryWriter`, which runs one call at a time."""
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Begin a call of the writer's method."""
+
+    def result(self, timeout_s: float) -> Any:
+        """Return the result of the call that was begun last. Raises what it raised."""
+
+    def kill(self) -> None:
+        """End the writer, whatever it is doing."""
 
 
 class Recorder:
@@ -32,13 +42,16 @@ class Recorder:
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, model_path: str, report: Callable[[str, str], None]
+        self,
+        runner: RunnerConfig,
+        start_writer: Callable[[], Writer],
+        report: Callable[[str, str], None],
     ) -> None:
         """`report` is called with the kind of event and a sentence."""
-        self._start_writer = partial(_start_writer, config, run_dir, model_path)
-        self._settings = config.runner.trajectories
-        self._timeout = config.runner.heartbeat_timeout
-        self._seed = config.runner.seed
+        self._start_writer = start_writer
+        self._settings = runner.trajectories
+        self._timeout = runner.heartbeat_timeout
+        self._seed = runner.seed
         self._report = report
         self._pause = PAUSE_S
         #: When to start another writer, by `time.monotonic`; None: never.
@@ -46,13 +59,11 @@ class Recorder:
         #: Batches of the steps that have not ended, and summaries of the groups in them, by step.
         self._batches: dict[int, list[Batch]] = {}
         self._groups: dict[int, list[GroupSummary]] = {}
-        #: The writer's last call, if nobody has waited for it, and the groups that it reads.
-        self._call: ray.ObjectRef | None = None
+        #: Whether nobody has waited for the writer's last call yet, and the groups that it reads.
+        self._writing = False
         self._groups_in_call: list[GroupSummary] = []
-        #: The Ray actor, and its `where`; None where nothing is recorded, or no longer.
-        self._writer: tuple[Any, ray.ObjectRef] | None = (
-            self._start_writer() if self._settings.interval > 0 else None
-        )
+        #: None where nothing is recorded, or no longer.
+        self._writer: Writer | None = self._start_writer() if self._settings.interval > 0 else None
 
     def choose(self, split: str, step: int, n: int) -> list[int]:
         """Return the numbers of the groups to record, of `n` of this step; in a validation always
@@ -77,10 +88,10 @@ class Recorder:
         split: str,
         step: int,
         summaries: Sequence[GroupSummary],
-        groups: Sequence[ray.ObjectRef] | Mapping[int, ray.ObjectRef],
+        groups: Sequence[Reference] | Mapping[int, Reference],
         chosen: Sequence[int],
         advantages: Sequence[Sequence[Sequence[float]]] | None = None,
-        logprobs: Sequence[ray.ObjectRef] = (),
+        logprobs: Sequence[Reference] = (),
     ) -> list[GroupSummary]:
         """Record the chosen groups in this step's file; returns the others: release them."""
         recorded = set(chosen)
@@ -120,18 +131,19 @@ class Recorder:
         read_groups = self._groups_in_call
         self._groups_in_call = list(groups)
         if self._writer is not None:
-            self._call = getattr(self._writer[0], method).remote(*arguments)
+            self._writer.begin(method, *arguments)
+            self._writing = True
         return read_groups
 
     def _wait(self) -> None:
-        call, self._call = self._call, None
-        if call is None or self._writer is None:
+        writing, self._writing = self._writing, False
+        if not writing or self._writer is None:
             return
         try:
-            full = ray.get(call, timeout=self._timeout) is False
+            full = self._writer.result(self._timeout) is False
         except Exception as error:
             # The disk is full, or the process died or hangs: a run is worth more than its record.
-            kill(*self._writer)
+            self._writer.kill()
             self._writer, self._retry_at = None, time.monotonic() + self._pause
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
             self._report(
@@ -146,30 +158,3 @@ class Recorder:
             self._writer = None
             limit = f"runner.trajectories.max_gb: {self._settings.max_gb} GB of trajectories are recorded"
             self._report("recording_ended", f"no more trajectories are recorded: {limit}")
-
-
-def _start_writer(config: Config, run_dir: Path, model_path: str) -> tuple[Any, ray.ObjectRef]:
-    # The controller's node, which has the run's folder.
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor: Any = ray.remote(num_cpus=0)(TrajectoryWriter)
-    writer = actor.options(scheduling_strategy=this_node).remote(
-        config, run_dir, model_path, image_token(config, model_path)
-    )
-    return writer, writer.process.remote()
-
-
-def image_token(config: Config, model_path: str) -> str | int:
-    """Return the placeholder of an image token: its id, if the checkpoint's config.json has it,
-    else the text that the family has."""
-    model, config_file = config.rollout.model, Path(model_path) / "config.json"
-    if not is_code(model.model_type) and config_file.exists():
-        token_id = json.loads(config_file.read_text()).get("image_token_id")
-        if isinstance(token_id, int):
-            return token_id
-    # Imported only where it is needed: with transformers, it takes seconds.
-    from rlinf_vl.models.families import family_of
-
-    paths, files = config.actor.model.vlm.paths, config.runner.code_files
-    return family_of(
-        model.model_type, model_path, model.trust_remote_code, paths, files
-    ).image_token

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.controller.recorder import Recorder
+from rlinf_vl.controller.recorder import Recorder, Writer
 from rlinf_vl.observe.alarms import Alarms
 from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.progress import RunProgress
@@ -32,14 +32,18 @@ class RunLog:
     _alarms: Alarms  # from `open` on
 
     def __init__(
-        self, config: Config, run_dir: Path, model_path: str, progress: RunProgress
+        self,
+        config: Config,
+        run_dir: Path,
+        start_writer: Callable[[], Writer],
+        progress: RunProgress,
     ) -> None:
         #: The step of the events from now on: the one that is being trained.
         self.step = 0
         #: Seconds by `time/<phase>`, of this step so far.
         self.timings: dict[str, float] = {}
         self.progress = progress
-        self.recorder = Recorder(config, run_dir, model_path, report=self.event)
+        self.recorder = Recorder(config.runner, start_writer, report=self.event)
         self._config = config
         self._run_dir = run_dir
         self._events = EventLog(run_dir)

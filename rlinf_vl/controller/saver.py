@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rlinf_vl.config.schema import RunnerConfig
-from rlinf_vl.controller.parts import Learner
+from rlinf_vl.controller.protocols import Learner
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.runtime.checkpoints import (
     CheckpointFailed,

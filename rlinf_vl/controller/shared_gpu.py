@@ -19,7 +19,7 @@ The CPU does the same in the same order and frees nothing, so that a wrong order
 
 from collections.abc import Callable
 
-from rlinf_vl.controller.parts import Learner, Pool
+from rlinf_vl.controller.protocols import Learner, Pool
 from rlinf_vl.observe.spans import span
 
 
@@ -28,8 +28,11 @@ class SharedGpu:
     happen."""
 
     def __init__(self, pool: Pool, *, shared: bool, offload: bool) -> None:
-        """The engines have started. `offload`: ranks keep nothing on the device while engines
-        generate."""
+        """
+        Args:
+            pool: its engines have started.
+            offload: whether ranks keep nothing on the device while engines generate.
+        """
         self._pool = pool
         self.shared = shared
         self._offload = shared and offload

@@ -3,7 +3,7 @@ A pure function of numbers, without tokens and without tensors on devices."""
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,22 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_vl.actor.messages import RankMiniBatch, TurnKl
+from rlinf_vl.actor.batch_types import RankMiniBatch, TurnKl
 from rlinf_vl.algorithms import (
     advantages,
     discounted_returns,
     gigpo_advantages,
-    token_moments,
     turn_advantages,
 )
+from rlinf_vl.algorithms.estimators import Estimator, token_kl_of
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
 from rlinf_vl.types import GroupSummary, Prices
 
 Advantages = tuple[tuple[tuple[float, ...], ...], ...]
-#: (rewards, group_ids, tokens) → advantages.
-Estimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +48,16 @@ def trainable(summary: GroupSummary, without_cut: bool = False) -> list[int]:
     and with at least one sampled token; `without_cut`: nor any that max_new_tokens has cut."""
     return [
         i
-        for i, error in enumerate(summary.errors)
-        if error is None
-        and summary.response_tokens[i] > 0
-        and not (without_cut and summary.statuses[i] == "length")
+        for i, trajectory in enumerate(summary.trajectories)
+        if trajectory.error is None
+        and trajectory.response_tokens > 0
+        and not (without_cut and trajectory.status == "length")
     ]
 
 
 def ties(summary: GroupSummary) -> bool:
     """Return whether all rewards of a group are equal, so that comparing them teaches nothing."""
-    return len({summary.rewards[i] for i in trainable(summary)}) < 2
+    return len({summary.trajectories[i].reward for i in trainable(summary)}) < 2
 
 
 def overlong_penalty(tokens: int, algorithm: AlgorithmConfig) -> float:
@@ -80,7 +78,7 @@ def advantages_of(
 
     Advantages compare the trajectories of a group that carry loss (`algorithm.adv_type`); the
     others get 0. Rewards are reduced by `algorithm.overlong`'s penalty and, with `kl`, by kl_beta
-    times the KL of the turn. `reinforce_plus_plus` with `kl` gives every token its own return
+    times the KL of the turn. An estimator with `token_kl` gives every token its own return
     instead: the KL of the tokens from this one to the trajectory's end, times `kl_scale`, is yet to
     be subtracted from its advantage. In all other cases `kl_scale` is 0.
 
@@ -95,55 +93,47 @@ def advantages_of(
     weight, discount = algorithm.state_advantage_weight, algorithm.turn_discount
     normalize = bool(algorithm.normalize_advantages)
     kind, kl_scale = estimator or algorithm.adv_type, 0.0
-    per_token = kind == "reinforce_plus_plus" and kl is not None
+    token_kl = token_kl_of(kind) if kl is not None else None
     # Flat lists: one entry for each trajectory (g, i) that carries loss, or for each turn (g, i, k)
     # of one.
     trajectories = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
-    turns = [(g, i, k) for g, i in trajectories for k in range(len(summaries[g].turn_rewards[i]))]
+    summary_of = {(g, i): summaries[g].trajectories[i] for g, i in trajectories}
+    turns = [(g, i, k) for g, i in trajectories for k in range(summary_of[g, i].turns)]
     turn_trajectories = [(g, i) for g, i, _ in turns]
     turn_groups = [g for g, _, _ in turns]
     numbers = {trajectory: n for n, trajectory in enumerate(trajectories)}
     turn_numbers = torch.tensor(
         [numbers[trajectory] for trajectory in turn_trajectories], dtype=torch.int64
     )
-    tokens = torch.tensor([summaries[g].turn_tokens[i][k] for g, i, k in turns], dtype=torch.int64)
+    tokens = torch.tensor([summary_of[g, i].turn_tokens[k] for g, i, k in turns], dtype=torch.int64)
     penalties = _double([overlong_penalty(n, algorithm) for n in tokens.tolist()])
     kl_sums = _double([kl[g, i][k] if kl else (0.0,) * 3 for g, i, k in turns]).reshape(-1, 3)
-    if not per_token:
+    if token_kl is None:
         penalties = penalties + algorithm.kl_beta * kl_sums[:, 0]
-    rewards = _double([summaries[g].turn_rewards[i][k] for g, i, k in turns]) - penalties
-    totals = _double([summaries[g].rewards[i] for g, i in trajectories])
+    rewards = _double([summary_of[g, i].turn_rewards[k] for g, i, k in turns]) - penalties
+    totals = _double([summary_of[trajectory].reward for trajectory in trajectories])
     totals = totals - torch.zeros_like(totals).index_add(0, turn_numbers, penalties)
     compare = partial(_estimated, kind, tokens=tokens, normalize=normalize)
-    if per_token:
+    if token_kl is not None:
         returns = (
             discounted_returns(rewards, turn_trajectories, discount)
             if algorithm.credit == "turn"
             else totals[turn_numbers]
         )
-        # The return of token t is that of its turn, less beta times the KL from t on. The sums over
-        # a turn's tokens suffice for mean and variance: no token's KL is needed here.
-        beta, kl_to_end, kl_to_end_squared = algorithm.kl_beta, kl_sums[:, 1], kl_sums[:, 2]
-
-        def squared_distance(mean: torch.Tensor) -> torch.Tensor:
-            """Return Σ (return of the token - mean)² over all tokens."""
-            centered = returns - mean
-            return (
-                tokens * centered.square()
-                - 2 * beta * centered * kl_to_end
-                + beta**2 * kl_to_end_squared
-            ).sum()
-
-        total = (tokens * returns - beta * kl_to_end).sum()
-        mean, deviation = token_moments(tokens.sum(), total, squared_distance)
-        deviation = deviation if normalize else torch.ones_like(deviation)
-        values, kl_scale = (returns - mean) / deviation, float(beta / deviation)
+        values, kl_scale = token_kl(
+            returns,
+            tokens,
+            kl_sums[:, 1],
+            kl_sums[:, 2],
+            beta=algorithm.kl_beta,
+            normalize=normalize,
+        )
     elif algorithm.credit == "turn":
         values = turn_advantages(
             rewards, turn_trajectories, turn_groups, discount=discount, compare=compare
         )
     elif weight:
-        states = [summaries[g].turn_states[i][k] or None for g, i, k in turns]
+        states = [summary_of[g, i].turn_states[k] or None for g, i, k in turns]
         if turns and not any(states):
             raise RunError(
                 f"algorithm.state_advantage_weight: {weight:g} compares turns that answer to the "
@@ -157,20 +147,20 @@ def advantages_of(
             states,
             weight=weight,
             discount=discount,
-            normalize=normalize,
-            leave_one_out=kind == "rloo",
+            compare=compare,
         )
     else:
         lengths = torch.tensor(
-            [summaries[g].response_tokens[i] for g, i in trajectories], dtype=torch.int64
+            [summary_of[trajectory].response_tokens for trajectory in trajectories],
+            dtype=torch.int64,
         )
         values = compare(totals, [g for g, _ in trajectories], tokens=lengths)[turn_numbers]
     value_of_turn = dict(zip(turns, values.tolist(), strict=True))
     groups = []
     for g, summary in enumerate(summaries):
         rows = []
-        for i, turn_tokens in enumerate(summary.turn_tokens):
-            rows.append(tuple(value_of_turn.get((g, i, k), 0.0) for k in range(len(turn_tokens))))
+        for i, trajectory in enumerate(summary.trajectories):
+            rows.append(tuple(value_of_turn.get((g, i, k), 0.0) for k in range(trajectory.turns)))
         groups.append(tuple(rows))
     return tuple(groups), kl_scale
 
@@ -196,13 +186,13 @@ def _estimated(
 
 def item_of(group: int, index: int, summary: GroupSummary) -> Item:
     """Return a trajectory in the form of the planner."""
-    prompt = summary.prompt_tokens
+    prompt, trajectory = summary.prompt_tokens, summary.trajectories[index]
     return Item(
         group,
         index,
         prompt,
-        summary.tokens[index] - prompt,
-        summary.response_tokens[index],
+        trajectory.tokens - prompt,
+        trajectory.response_tokens,
         summary.patches,
     )
 
@@ -263,7 +253,8 @@ def plan_step(
             share_prompts=share_prompts,
             prices=prices,
         )
-        tokens = [n for item in items for n in summaries[item.group].turn_tokens[item.index] if n]
+        trained = [summaries[item.group].trajectories[item.index] for item in items]
+        tokens = [n for trajectory in trained for n in trajectory.turn_tokens if n]
         sequences = len(tokens) if algorithm.turns_are_sequences else len(items)
         denominator = max(1, sum(tokens) if algorithm.loss_agg_func == "token-mean" else sequences)
         if algorithm.loss_agg_func == "seq-mean-token-sum-norm":
@@ -282,7 +273,7 @@ def plan_step(
     if algorithm.state_advantage_weight:
         metrics["reward/shared_states"] = shared_states(summaries)
     if algorithm.overlong.buffer:
-        turns = [n for s in summaries for i in trainable(s) for n in s.turn_tokens[i]]
+        turns = [n for s in summaries for i in trainable(s) for n in s.trajectories[i].turn_tokens]
         metrics["reward/overlong_penalty"] = float(
             np.mean([overlong_penalty(n, algorithm) for n in turns] or [0.0])
         )
@@ -300,7 +291,7 @@ def with_kl(
     """Return the plan with advantages of rewards that are reduced by the KL of the trained
     tokens."""
     step_advantages, kl_scale = advantages_of(summaries, algorithm, kl, estimator)
-    tokens = sum(summaries[g].response_tokens[i] for g, i in kl)
+    tokens = sum(summaries[g].trajectories[i].response_tokens for g, i in kl)
     total = sum(turn_kl for turns in kl.values() for turn_kl, _, _ in turns)
     metrics = plan.metrics | {"actor/ref_kl": total / max(1, tokens)}
     return replace(plan, advantages=step_advantages, kl_scale=kl_scale, metrics=metrics)
@@ -312,7 +303,7 @@ def shared_states(summaries: Sequence[GroupSummary]) -> float:
         (g, state)
         for g, s in enumerate(summaries)
         for i in trainable(s)
-        for state in s.turn_states[i]
+        for state in s.trajectories[i].turn_states
     ]
     counts = Counter(turns)
     return sum(bool(state) and counts[g, state] > 1 for g, state in turns) / max(1, len(turns))

@@ -1,32 +1,34 @@
-"""The process that reads groups from the object store and writes them while the run goes on. It
-imports neither torch nor transformers, so that it starts at once, beside the processes that do."""
+"""Writes recorded groups while a run goes on. It imports neither Ray, torch nor transformers: the
+process that runs it starts at once, beside the processes that do."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.observe.samples import MAX_IMAGES, spread
 from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
-from rlinf_vl.runtime.ray_process import where
-from rlinf_vl.transport.groups import fetch_surviving
+from rlinf_vl.types import Group
+from rlinf_vl.user_code import is_code
 
-#: Split; references to groups by number; the groups' advantages, turn by turn (None: validation);
-#: references to the ranks' logprobs of the sampled tokens, each by group and trajectory.
-Batch = tuple[
+#: Logprobs of a rank's sampled tokens, by group and trajectory.
+RankLogprobs = Mapping[int, Mapping[int, np.ndarray]]
+#: Split; groups by number; the groups' advantages, turn by turn (None: validation); the logprobs of
+#: each rank.
+GroupBatch = tuple[
     str,
-    dict[int, ray.ObjectRef],
+    Mapping[int, Group],
     Sequence[Sequence[Sequence[float]]] | None,
-    Sequence[ray.ObjectRef],
+    Sequence[RankLogprobs],
 ]
 
 
 class TrajectoryWriter:
-    """The Ray actor that writes the run's trajectory files, and the samples that trackers show."""
+    """The writer of a run's trajectory files, and of the samples that trackers show."""
 
     def __init__(
         self, config: Config, run_dir: Path, model_path: str, image_token: str | int
@@ -44,20 +46,14 @@ class TrajectoryWriter:
             files=runner.code_files,
         )
 
-    def process(self) -> tuple[str, int]:
-        return where()
-
     def drop_after(self, step: int) -> None:
         self._store.drop_after(step)
 
-    def write(self, step: int, batches: Sequence[Batch]) -> bool:
+    def write(self, step: int, batches: Sequence[GroupBatch]) -> bool:
         """Write the step's file; send samples of a validation to the trackers. Returns False when
         the disk limit is reached."""
-        for split, references, advantages, logprobs in batches:
-            rank_logprobs: list[Mapping[int, Mapping[int, np.ndarray]]] = ray.get(list(logprobs))
-            # A group that was lost with its worker was trained on all the same: only its record
-            # lacks.
-            for g, group in fetch_surviving(references).items():
+        for split, groups, advantages, rank_logprobs in batches:
+            for g, group in groups.items():
                 # Trajectories of one group may be trained on by several ranks.
                 by_trajectory = {
                     i: values for rank in rank_logprobs for i, values in rank.get(g, {}).items()
@@ -78,3 +74,20 @@ class TrajectoryWriter:
 
     def close(self) -> None:
         self._samples.close()
+
+
+def image_token(config: Config, model_path: str) -> str | int:
+    """Return the placeholder of an image token: its id, if the checkpoint's config.json has it,
+    else the text that the family has."""
+    model, config_file = config.rollout.model, Path(model_path) / "config.json"
+    if not is_code(model.model_type) and config_file.exists():
+        token_id = json.loads(config_file.read_text()).get("image_token_id")
+        if isinstance(token_id, int):
+            return token_id
+    # Imported only where it is needed: with transformers, it takes seconds.
+    from rlinf_vl.models.families import family_of
+
+    paths, files = config.actor.model.vlm.paths, config.runner.code_files
+    return family_of(
+        model.model_type, model_path, model.trust_remote_code, paths, files
+    ).image_token

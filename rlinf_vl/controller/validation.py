@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors, count_bad_rows
-from rlinf_vl.controller.draw import make_tasks, store_only
-from rlinf_vl.controller.parts import Pool
-from rlinf_vl.controller.run_data import RunData
+from rlinf_vl.controller.dataset_plan import DatasetPlan
+from rlinf_vl.controller.protocols import Pool
 from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.tasks import make_tasks, store_only
 from rlinf_vl.observe.metrics import env_metrics, part_metrics
 from rlinf_vl.rollout.submission import Submission
 
@@ -25,7 +25,12 @@ class Validator:
     """
 
     def __init__(
-        self, config: Config, pool: Pool, data: RunData, log: RunLog, accuracies: dict[int, float]
+        self,
+        config: Config,
+        pool: Pool,
+        data: DatasetPlan,
+        log: RunLog,
+        accuracies: dict[int, float],
     ) -> None:
         """`accuracies` gets the accuracy of each validation, by step."""
         self._config = config
@@ -61,7 +66,7 @@ class Validator:
         self._recorded = self._log.recorder.choose("val", step, len(tasks))
         self._submission = self._pool.submit(store_only(tasks, self._recorded))
         # After the last step there is no training beside which the validation could run.
-        waits = runner.schedule == "sync" or step == self._data.total_steps
+        waits = not runner.generates_ahead or step == self._data.total_steps
         return self._end(self._submission) if waits else {}
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -100,17 +105,19 @@ class Validator:
         with log.timed("validate"):
             results = submission.results()
         self._submission = None
-        summaries, groups = map(list, zip(*results, strict=True))
+        summaries = [summary for summary, _ in results]
+        groups = [group for _, group in results]
         # What it returns is not released: groups that are not recorded were not stored.
         log.recorder.record("val", step, summaries, groups, self._recorded)
         check_errors(summaries, log)
         count_bad_rows("val", summaries, self._data, step)
         # A failed answer is a wrong one: left out, it would favour what survives, such as short
         # episodes.
-        n_problems = sum(len(s.errors) for s in summaries)
-        n_errors = sum(error is not None for s in summaries for error in s.errors)
-        n_right = sum(sum(s.correct) for s in summaries)
-        lengths = [n for s in summaries for n in s.response_tokens]
+        trajectories = [trajectory for s in summaries for trajectory in s.trajectories]
+        n_problems = len(trajectories)
+        n_errors = sum(t.error is not None for t in trajectories)
+        n_right = sum(t.correct for t in trajectories)
+        lengths = [t.response_tokens for t in trajectories]
         accuracy = self._accuracies[step] = n_right / max(1, n_problems)
         logger.info(
             "step %d: val/accuracy %.3f on %d problems, %d failed",
@@ -125,6 +132,6 @@ class Validator:
             "val/accuracy_answered": n_right / max(1, n_problems - n_errors),
             "val/problems": n_problems,
             "val/errors": n_errors,
-            "val/ungradable": sum(s.ungradable for s in summaries),
+            "val/ungradable": sum(t.ungradable for t in trajectories),
             "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
         }

@@ -1,5 +1,5 @@
 """Weight syncs: the actor ranks offer and deliver, every rollout worker receives
-(`rlinf_vl.transport.sender`).
+(`rlinf_vl.weights.sender`).
 
 All calls of a sync are queued at once: a worker waits for the ranks' offers itself, no answer
 passes through the controller.
@@ -18,13 +18,13 @@ from ray.exceptions import RayTaskError
 
 from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.engines.base import EngineDied
-from rlinf_vl.rollout.pool import PendingSync, RolloutPool
+from rlinf_vl.rollout.pool import PendingUpdate, RolloutPool
 from rlinf_vl.rollout.updates import WeightUpdate
 from rlinf_vl.runtime.ray_process import ActorsLost, wait_for_all
-from rlinf_vl.transport.broadcast import TIMEOUT, WeightGroup
-from rlinf_vl.transport.buckets import BUCKET_BYTES, WeightsDiffer
-from rlinf_vl.transport.sender import Offer, Snapshot
-from rlinf_vl.transport.strategies import STORED
+from rlinf_vl.weights.buckets import BUCKET_BYTES, WeightsDiffer
+from rlinf_vl.weights.process_group import TIMEOUT, WeightGroup
+from rlinf_vl.weights.sender import Offer, Snapshot
+from rlinf_vl.weights.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class QueuedSync(NamedTuple):
 
     version: int
     offers: list[ray.ObjectRef]
-    pending: PendingSync
+    pending: PendingUpdate
 
 
 class WeightSync:
@@ -59,7 +59,7 @@ class WeightSync:
 
     def __init__(
         self,
-        strategy: str,
+        strategy: Strategy,
         actors: ActorGroup,
         pool: RolloutPool,
         *,
@@ -69,35 +69,35 @@ class WeightSync:
         """Actors and pool have started.
 
         Args:
-            strategy: a result of `resolve_weight_sync`.
+            strategy: a result of `choose_strategy`.
             bucket_bytes: size of the parts in which weights are sent.
         """
         self.busy = False
         self.strategy = strategy
         self._actors = actors
         self._pool = pool
-        self._backend = "nccl" if device == "cuda" else "gloo"
+        self._device = device
         self._checked = False  # whether engines have compared fingerprints
         self._queued: QueuedSync | None = None  # by `begin`, for the call that follows
         self._members: list[Any] | None = (
             None  # the workers in the process group; None: there is none yet
         )
         actors.call("set_weight_sync", strategy, bucket_bytes)
-        log.info("weights are synced by %s", strategy)
+        log.info("weights are synced by %s", strategy.name)
 
     def begin(self, version: int) -> None:
         """Queue this version's sync, which a call completes. Strategies without the object store do
         nothing here."""
         # Through the object store a worker's wait for the offer of a rank that dies fails, and so
         # ends.
-        if self.strategy in STORED:
+        if self.strategy.through_store:
             self._queued = self._queue_offer(version)
 
     def __call__(self, version: int) -> dict[str, float]:
         """Send the weights as this version, and wait for the workers that are live when it begins,
         for no others. Returns the metrics `sync/…`."""
         self.busy = True
-        receivers = self._join_live_workers() if self.strategy == "broadcast" else None
+        receivers = self._join_live_workers() if self.strategy.joins_group else None
         queued = self._queued or self._queue_offer(version, receivers)
         assert queued.version == version, f"version {queued.version} is on its way, not {version}"
         self._queued = None
@@ -122,10 +122,9 @@ class WeightSync:
         pending = self._pool.take_weights(self.strategy, offers, version, self._snapshot, receivers)
         return QueuedSync(version, offers, pending)
 
-    def _readers(self, pending: PendingSync) -> list[ray.ObjectRef]:
-        """Ask the receivers of a sync where they read, if its ranks wait for them: on shared
-        GPUs."""
-        if self.strategy != "shared_memory" or self._backend != "nccl":
+    def _readers(self, pending: PendingUpdate) -> list[ray.ObjectRef]:
+        """Ask the receivers of a sync where they read, if its ranks wait for them."""
+        if not self.strategy.waits_for_readers(self._device):
             return []
         return [worker.actor.reads_at.remote() for _, worker in pending.update.receivers]
 
@@ -168,7 +167,8 @@ class WeightSync:
         # sender.
         first_ranks = list(accumulate(slots, initial=1))
         name = f"weights-{uuid.uuid4().hex[:8]}"
-        group = WeightGroup(host, port, name, self._backend, first_ranks.pop(), rank=0)
+        backend = "nccl" if self._device == "cuda" else "gloo"
+        group = WeightGroup(host, port, name, backend, first_ranks.pop(), rank=0)
         joins = [sender.call.remote("sender.join", group)]
         for first_rank, (_, worker) in zip(first_ranks, update.receivers, strict=True):
             joins.append(worker.actor.join_weight_group.remote(replace(group, rank=first_rank)))

@@ -44,13 +44,13 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
     Raises:
         TooManyFaults: their share is above `MAX_FAULTS`.
     """
-    errors = [error for summary in summaries for error in summary.errors]
-    faults = [error for error in errors if error and _is_fault(error)]
-    faults += [fault for summary in summaries for fault in summary.penalized]
+    trajectories = [trajectory for summary in summaries for trajectory in summary.trajectories]
+    faults = [t.error for t in trajectories if t.error and _is_fault(t.error)]
+    faults += [t.penalized for t in trajectories if t.penalized]
     if not faults:
         return None
-    line = f"{len(faults)} of {len(errors)} trajectories failed, by no fault of their rows: {_frequent(faults)}"
-    if len(faults) > MAX_FAULTS * len(errors):
+    line = f"{len(faults)} of {len(trajectories)} trajectories failed, by no fault of their rows: {_frequent(faults)}"
+    if len(faults) > MAX_FAULTS * len(trajectories):
         raise TooManyFaults(
             f"{line}. That is more than half of the rollout. If requests are not answered in time, "
             "raise rollout.request_timeout or lower rollout.max_running_requests; an error of the "
@@ -73,12 +73,15 @@ def no_verdicts(summaries: Sequence[GroupSummary]) -> str | None:
         NoVerdicts: no answer could be judged. A function that always fails has a mistake, and
             nothing can be learned from its rewards.
     """
-    reasons = [reason for summary in summaries for reason in summary.ungraded]
+    trajectories = [trajectory for summary in summaries for trajectory in summary.trajectories]
+    reasons = [t.ungraded for t in trajectories if t.ungraded]
     if not reasons:
         return None
-    n = sum(len(summary.errors) for summary in summaries)
-    line = f"{len(reasons)} of {n} answers have no verdict of a reward function, which then scores 0: {_frequent(reasons)}"
-    if len(reasons) == sum(error is None for summary in summaries for error in summary.errors):
+    line = (
+        f"{len(reasons)} of {len(trajectories)} answers have no verdict of a reward function, "
+        f"which then scores 0: {_frequent(reasons)}"
+    )
+    if len(reasons) == sum(t.error is None for t in trajectories):
         raise NoVerdicts(
             f"{line}. So it is with every answer: mend the function (its traceback stands in the "
             "log), leave it out of reward.functions, or raise reward.timeout if it needs longer"
@@ -138,7 +141,9 @@ class BadRows:
         """Record the rows of groups with an error, "kind: reason", that the row caused."""
         failed = []
         for summary in summaries:
-            row_errors = [error for error in summary.errors if error and not _is_fault(error)]
+            row_errors = [
+                t.error for t in summary.trajectories if t.error and not _is_fault(t.error)
+            ]
             if row_errors:
                 kind, _, reason = row_errors[0].partition(": ")
                 failed.append(BadRow(kind, summary.problem_id, reason or row_errors[0]))

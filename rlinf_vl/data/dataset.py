@@ -69,21 +69,24 @@ class ProblemDataset:
         self._sources: list[Source] = [open_source(str(path), split) for path in paths]
         self._forms = [form.for_columns(source.rows.column_names) for source in self._sources]
         self._columns: list[list[str]] = []
-        for source, form in zip(self._sources, self._forms, strict=True):
-            columns = [*form.columns, *source.plain_columns((*form.columns, *VIDEO_COLUMNS))]
+        for source, row_format in zip(self._sources, self._forms, strict=True):
+            columns = [
+                *row_format.columns,
+                *source.plain_columns((*row_format.columns, *VIDEO_COLUMNS)),
+            ]
             # Columns of videos are read only so that rows which have one are refused.
             columns += [
                 name
                 for name in VIDEO_COLUMNS
-                if name in source.rows.column_names and name not in form.columns
+                if name in source.rows.column_names and name not in row_format.columns
             ]
             self._columns.append(columns)
         self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
         self._decodable: set[str] = set()  # hashes of images whose pixels are checked
         stems: set[str] = set()
-        for source, form in zip(self._sources, self._forms, strict=True):
-            if missing := form.missing_column(source.rows.column_names, source.name):
+        for source, row_format in zip(self._sources, self._forms, strict=True):
+            if missing := row_format.missing_column(source.rows.column_names, source.name):
                 raise ValueError(missing)
             names = (f"{source.stem}-{n}" if n > 1 else source.stem for n in count(1))
             # Several sources may be named alike, say `train`; ids must differ all the same.

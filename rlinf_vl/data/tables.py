@@ -87,14 +87,14 @@ def typed_columns(table: dict[str, list[str]]) -> dict[str, list[Any]]:
 def _typed(cells: list[str]) -> list[Any]:
     for kind in (int, float):
         try:
-            if all(
+            reads_back = all(
                 str(kind(cell)) == cell and cell not in ("nan", "inf", "-inf")
                 for cell in cells
                 if cell
-            ) and any(cells):
-                # "5.0" passes the test above, but would be written back as 5.
-                if not any(cell.endswith(".0") for cell in cells):
-                    return [kind(cell) if cell else None for cell in cells]
+            )
+            # "5.0" reads back as a float, but would be written as 5.
+            if reads_back and any(cells) and not any(cell.endswith(".0") for cell in cells):
+                return [kind(cell) if cell else None for cell in cells]
         except ValueError:
             continue
     return [cell or None for cell in cells]

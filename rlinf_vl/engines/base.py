@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
-from rlinf_vl.transport.broadcast import WeightGroup
-from rlinf_vl.transport.buckets import Label
-from rlinf_vl.transport.delta import Patch
 from rlinf_vl.types import Completion, Request
+from rlinf_vl.weights.buckets import Label
+from rlinf_vl.weights.patch import Patch
+from rlinf_vl.weights.process_group import WeightGroup
 
 #: The uses of an engine's device memory, by the names under which it is released and restored.
 MEMORY_TAGS = ("weights", "kv_cache")
@@ -109,7 +109,7 @@ class Engine(Protocol):
         """
 
     def fingerprint(self, names: Sequence[str]) -> int | None:
-        """Return `rlinf_vl.transport.buckets.fingerprint` of the engine's weights, or None if it
+        """Return `rlinf_vl.weights.buckets.fingerprint` of the engine's weights, or None if it
         can't read them."""
         ...
 

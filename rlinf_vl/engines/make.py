@@ -59,8 +59,7 @@ def make_engine(
             family,
             banned=banned,
             pixels=PixelCache(processor.pixels),
-            image_token_id=processor.image_token_id,
-            merge_size=processor.merge_size,
+            image_tokens=processor.image_tokens,
             max_running=rollout.max_running_requests,
             memory_share=memory_share,
             device=device,
@@ -94,6 +93,7 @@ def make_engine(
         family,
         banned=banned,
         pixels=processor.pixels,
+        image_tokens=processor.image_tokens,
         request_timeout_s=rollout.request_timeout,
     )
 

@@ -141,6 +141,7 @@ class Gymnasium:
         )
         self._max_steps = max_episode_steps
         self._metrics = metrics
+        # Environments of the old gym refuse seeds of more than 31 bits.
         self._seed, self._group_seed = seed, group_seed % 2**31
         self._env: Any = None
         self._turns, self._invalid, self._total = 0, 0, 0.0
@@ -206,6 +207,7 @@ class Gymnasium:
         }
         messages = () if done else (self._message(message, reward),)
         if done:
+            # Closed at once, since the other episodes of its group may go on for long.
             self.close()
         return StepResult(messages, step_reward, done, facts)
 
@@ -219,6 +221,7 @@ class Gymnasium:
         """Return the action that an answer names; None if it names none."""
         if self._parser is not None:
             return self._parser(response)
+        # Models wrap a name in quotes, emphasis and full stops; none of these is part of a name.
         boxed = re.findall(r"\\boxed\{([^{}]*)\}", response)
         return self._names.get(
             (boxed[-1] if boxed else response).strip(" \t\r\n.!'\"`*").casefold()

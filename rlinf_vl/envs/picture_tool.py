@@ -46,6 +46,7 @@ class PictureTool(ToolEnv):
         images = self.problem.images
         if not 1 <= number <= len(images):
             raise ValueError(f"picture: {number} is none of the question's {len(images)}")
+        # Counted from 1, as prompts speak of the first picture.
         return decode(images[number - 1])
 
 
@@ -65,6 +66,7 @@ def _pixels(box: list[float], width: int, height: int) -> tuple[int, int, int, i
             f"box: {box} holds no part of the picture; left < right and top < bottom lie within 0 "
             "… 1000"
         )
+    # Processors refuse a picture that is narrower, or longer for its width.
     shortest = max(MIN_SIDE, math.ceil(max(width, height) / MAX_ASPECT_RATIO))
     (x, w), (y, h) = _span(left, right, width, shortest), _span(top, bottom, height, shortest)
     return x, y, x + w, y + h

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
-from rlinf_vl.code import check_code, load_code
 from rlinf_vl.envs.base import Env
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import check_code, load_code
 
 #: Name of the environment that ends after one answer and begins without waiting for anything.
 SINGLE = "single_turn"

@@ -149,9 +149,11 @@ For each function call, return a json object with function name and arguments wi
         calls = parse_tool_calls(response)
         if not calls:
             result = self.answer(response)
+            # What the subclass reports counts before the totals here.
             return replace(result, info={"metrics": dict(self.metrics), **result.info})
         parts: list[Part] = []
         facts: list[dict[str, Any]] = []
+        # A response with hundreds of calls would fill the context with results.
         for call in calls[: self.max_tool_calls]:
             result_parts, fact = self._run(call)
             self._append_result(parts, result_parts)
@@ -218,6 +220,7 @@ For each function call, return a json object with function name and arguments wi
             text = (
                 str(error) if isinstance(error, _CallError) else f"{type(error).__name__}: {error}"
             )
+            # Both ends stay: some tools name the cause first, some last.
             if len(text) > MAX_ERROR:
                 text = f"{text[: MAX_ERROR // 2]} … {text[-MAX_ERROR // 2 :]}"
             return [{"type": "text", "text": f"error: {text}"}], fact | {"error": text}
@@ -302,6 +305,7 @@ def _nullable(schema: Any) -> Any:
 
 def _parts(result: Any) -> list[Part]:
     """Return a tool's result as message parts."""
+    # A list without images is data, which the policy reads as JSON.
     has_images = isinstance(result, (list, tuple)) and any(
         isinstance(item, Image.Image) for item in result
     )

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.family import Family
 from rlinf_vl.models.mixture import mixture_forward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,13 +51,9 @@ def load_model(
     """
     disable_progress_bar()  # a bar per process would break the run's progress line
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if config.model_type != family.model_type:
-        raise ValueError(
-            f"rollout.model.model_type: {family.model_type!r}, but the checkpoint at {path} is "
-            f"{config.model_type!r}"
-        )
+    family.check(config, path)
     with _kept_in_float32(family.float32_weights):
-        model = family.auto_model.from_pretrained(
+        model = family.model_class.from_pretrained(
             path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
     return use_packed_attention(model, family)
@@ -130,7 +126,7 @@ def weight_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the transformers model's weights, without loading any."""
     with torch.device("meta"):
-        model = family.auto_model.from_config(config, trust_remote_code=trust_remote_code)
+        model = family.model_class.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
@@ -174,8 +170,9 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
         )
     # transformers makes no [T, T] mask for an implementation that it does not know.
     text_config._attn_implementation = "context"
+    layers = family.layers()
     for module in model.modules():
-        if (forward := family.layers.get(type(module).__name__)) is not None:
+        if (forward := layers.get(type(module).__name__)) is not None:
             module.forward = types.MethodType(forward, module)
     for number, mixture in enumerate(mixtures(model, family)):
         mixture.number = number
@@ -184,7 +181,8 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
 
 def mixtures(model: nn.Module, family: Family) -> list[Any]:
     """Return the modules of mixtures of experts, by layer."""
-    return [m for m in model.modules() if family.layers.get(type(m).__name__) is mixture_forward]
+    layers = family.layers()
+    return [m for m in model.modules() if layers.get(type(m).__name__) is mixture_forward]
 
 
 def save_model(

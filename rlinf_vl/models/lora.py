@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.family import Family
 from rlinf_vl.models.loading import PARTS, freeze, part_of
 from rlinf_vl.models.nf4 import dense, is_quantized, quantize
 

@@ -17,6 +17,10 @@ from torch.nn import functional as F
 
 from rlinf_vl.models.layers import kernels_for
 
+#: The column (`TokenSequence.columns`) of the experts that an engine chose for each token, uint8 or
+#: int16 [T, L·k] (`Mixture.dtype`); all 0 for a token that was not reported, such as the last.
+ROUTES = "routes"
+
 
 class ExpertLoad:
     """Sums over the tokens of a mini-batch.

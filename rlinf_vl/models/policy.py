@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from rlinf_vl.models.attention import AttentionContext, SegmentAttention
 from rlinf_vl.models.context import ContextAttention, ContextRanks
-from rlinf_vl.models.families import Family, Mixture, VisionFeatures
+from rlinf_vl.models.family import Family, VisionFeatures
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import likeliest, token_logprobs
-from rlinf_vl.models.mixture import ExpertLoad, Routing
+from rlinf_vl.models.mixture import ROUTES, ExpertLoad, Routing
+from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import MicroBatch
 
@@ -245,9 +246,10 @@ class PolicyModel(nn.Module):
         """Return the routing of this row: experts to replay, and what to count."""
         device = self.banned.device
         engine_experts = copies = None
-        if batch.routes is not None and (self.replay or load is not None):
+        routes = batch.row_columns.get(ROUTES)
+        if routes is not None and (self.replay or load is not None):
             engine_experts = on_device(
-                batch.routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device
+                routes.reshape(len(batch.ids), len(mixture.layers), mixture.top_k), device
             )
         if load is not None or balance is not None:
             rank_tokens = batch.part.tokens if batch.part else slice(None)

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 
 from rlinf_vl.data.images import decode, image_size
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
-from rlinf_vl.models.families import Family, ImageProcessor
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.image_processor import ImageProcessor
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.types import Grid, ImageRef
 
 #: Bytes of decoded answers in the cache: an answer is decoded for its environment, for its reward
@@ -49,21 +51,25 @@ class Processor:
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         #: Ids that end a response, the end of a turn first.
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
-        self.merge_size = 1
-        self.image_token_id = -1  # matches no token, where the family reads no images
+        self.image_tokens = ImageTokens(-1)
         self._decoded = ByteCache(self._decode, size=text_bytes, max_bytes=TEXT_BYTES)
         self._grids: dict[str, Grid] = {}  # by hash
         self._image_processor: ImageProcessor | None = None
         if not family.vision_tower:
             return
         self._image_processor = family.image_processor(path, min_pixels, max_pixels)
-        self.merge_size = self._image_processor.merge_size
-        self.image_token_id = self.tokenizer.convert_tokens_to_ids(family.image_token)
-        if self.image_token_id in (None, self.tokenizer.unk_token_id):
+        image_token_id = self.tokenizer.convert_tokens_to_ids(family.image_token)
+        if image_token_id in (None, self.tokenizer.unk_token_id):
             raise ValueError(
                 f"the tokenizer in {path} has no {family.image_token!r}, which {family.model_type} "
                 "needs"
             )
+        self.image_tokens = self._image_processor.image_tokens(image_token_id)
+
+    @property
+    def image_token_id(self) -> int:
+        """The id of an image placeholder; -1, which no token has, without a vision tower."""
+        return self.image_tokens.id
 
     @property
     def image_processor(self) -> ImageProcessor:
@@ -108,10 +114,6 @@ class Processor:
                 self._grids.clear()
             grid = self._grids[image.hash] = self.image_processor.grid(*image_size(image))
         return grid
-
-    def image_tokens(self, grids: np.ndarray) -> np.ndarray:
-        """Return int [n]: the number of placeholder ids of each image in `grids` [n, 3]."""
-        return grids.prod(axis=1) // self.merge_size**2
 
     def pixels(self, image: ImageRef) -> np.ndarray:
         """Return `ImageProcessor.patches` of an encoded image.

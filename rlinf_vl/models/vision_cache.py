@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from rlinf_vl.models.families import VisionFeatures
+from rlinf_vl.models.family import VisionFeatures
 
 
 class VisionCache:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.observe.metrics import env_metrics, part_metrics
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.types import GroupSummary, TrajectorySummary
 
 #: Columns of a terminal; a table that is wider would be broken inside its lines.
 TERMINAL_WIDTH = 80
@@ -75,9 +75,8 @@ def _by_turns(summaries: Sequence[GroupSummary]) -> dict[str, dict[str, float]]:
     """Return the number of trajectories and their accuracy by number of turns."""
     correct_by_turns: dict[int, list[bool]] = {}
     for summary in summaries:
-        for i, error in enumerate(summary.errors):
-            if error is None:
-                correct_by_turns.setdefault(summary.turns[i], []).append(summary.correct[i])
+        for trajectory in summary.valid:
+            correct_by_turns.setdefault(trajectory.turns, []).append(trajectory.correct)
     return {
         str(turns): {"trajectories": len(correct), "accuracy": sum(correct) / len(correct)}
         for turns, correct in sorted(correct_by_turns.items())
@@ -95,22 +94,21 @@ def _natural(item: tuple[str, Any]) -> tuple[bool, float, str]:
 def _figures(summaries: Sequence[GroupSummary], samples: int) -> dict[str, Any]:
     """Return the figures of all groups in one table cell: of a column's value, or of the whole
     evaluation."""
-    valid: list[
-        tuple[GroupSummary, int]
-    ] = []  # a trajectory without an error: its group and its number there
+    valid: list[TrajectorySummary] = []  # the trajectories without an error
     rewards: list[float] = []  # mean of each problem that has a valid trajectory
-    correct_counts: list[
-        tuple[int, int]
-    ] = []  # trajectories of each problem, and right ones among them
+    # Trajectories of each problem, and right ones among them.
+    correct_counts: list[tuple[int, int]] = []
     errors: Counter[str] = Counter()
     for summary in summaries:
-        numbers = [i for i, error in enumerate(summary.errors) if error is None]
-        valid += [(summary, i) for i in numbers]
-        if numbers:
-            rewards.append(float(np.mean([summary.rewards[i] for i in numbers])))
+        valid_here = summary.valid
+        valid += valid_here
+        if valid_here:
+            rewards.append(float(np.mean([t.reward for t in valid_here])))
         # a trajectory with an error stays in the total: it counts as wrong
-        correct_counts.append((len(summary.errors), sum(summary.correct[i] for i in numbers)))
-        errors.update(error.partition(": ")[0] for error in summary.errors if error is not None)
+        correct_counts.append((len(summary.trajectories), sum(t.correct for t in valid_here)))
+        errors.update(
+            t.error.partition(": ")[0] for t in summary.trajectories if t.error is not None
+        )
     # powers of two, and the number of samples itself
     ks = sorted({2**e for e in range(samples.bit_length()) if 2**e <= samples} | {samples})
     figures: dict[str, Any] = {}
@@ -121,14 +119,14 @@ def _figures(summaries: Sequence[GroupSummary], samples: int) -> dict[str, Any]:
     return figures | {
         "reward": mean_and_error(rewards),
         "turns": {
-            "mean": _mean(s.turns[i] for s, i in valid),
-            "max": max((s.turns[i] for s, i in valid), default=0),
+            "mean": _mean(t.turns for t in valid),
+            "max": max((t.turns for t in valid), default=0),
         },
-        "response_tokens": _mean(s.response_tokens[i] for s, i in valid),
-        "truncated": _mean(s.statuses[i] == "length" for s, i in valid),
+        "response_tokens": _mean(t.response_tokens for t in valid),
+        "truncated": _mean(t.status == "length" for t in valid),
         "trajectories": len(valid),
         "errors": dict(errors),
-        "ungradable": sum(s.ungradable for s in summaries),
+        "ungradable": sum(t.ungradable for s in summaries for t in s.trajectories),
     }
 
 

@@ -116,47 +116,43 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     included. Metrics that nothing can be computed from (no groups, no versions, no time) are left
     out.
     """
-    valid: list[
-        tuple[GroupSummary, int]
-    ] = []  # a trajectory without an error: its group and its number there
-    zero_std_groups = 0
-    for s in summaries:
-        numbers = [i for i, error in enumerate(s.errors) if error is None]
-        valid += [(s, i) for i in numbers]
-        zero_std_groups += len({s.rewards[i] for i in numbers}) == 1
+    trajectories = [trajectory for s in summaries for trajectory in s.trajectories]
+    valid = [trajectory for trajectory in trajectories if trajectory.error is None]
+    zero_std_groups = sum(len({t.reward for t in s.valid}) == 1 for s in summaries)
     # by name, since groups of one step may share an image
     images = {name: size for s in summaries for name, size in s.image_bytes.items()}
-    kinds = [error.partition(": ")[0] for s in summaries for error in s.errors if error is not None]
-    penalized = sum(len(s.penalized) for s in summaries)
+    errors = [t.error for t in trajectories if t.error is not None]
+    kinds = [error.partition(": ")[0] for error in errors]
+    penalized = sum(bool(t.penalized) for t in trajectories)
     metrics: dict[str, float] = {
         "reward/zero_std_groups": zero_std_groups,
-        "reward/ungradable": sum(s.ungradable for s in summaries),
+        "reward/ungradable": sum(t.ungradable for t in trajectories),
         "rollout/errors": len(kinds) + penalized,
         "rollout/engine_errors": kinds.count(ENGINE_FAULT),
         "rollout/env_errors": kinds.count(ENVIRONMENT_FAULT) + penalized,
         "rollout/penalized": penalized,
         "rollout/hung_env_calls": max((s.hung_calls for s in summaries), default=0),
-        "rollout/empty": sum(s.response_tokens[i] == 0 for s, i in valid),
+        "rollout/empty": sum(t.response_tokens == 0 for t in valid),
         "data/object_store_bytes": sum(s.object_bytes for s in summaries),
         "data/unique_bytes": sum(s.array_bytes for s in summaries) + sum(images.values()),
     }
     if valid:
-        rewards = np.array([s.rewards[i] for s, i in valid], dtype=np.float64)
-        lengths = np.array([s.response_tokens[i] for s, i in valid])
+        rewards = np.array([t.reward for t in valid], dtype=np.float64)
+        lengths = np.array([t.response_tokens for t in valid])
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
-        metrics["reward/accuracy"] = float(np.mean([s.correct[i] for s, i in valid]))
+        metrics["reward/accuracy"] = float(np.mean([t.correct for t in valid]))
         metrics["rollout/response_length_mean"] = float(lengths.mean())
         metrics["rollout/response_length_max"] = int(lengths.max())
-        metrics["rollout/truncated"] = float(np.mean([s.statuses[i] == "length" for s, i in valid]))
-        metrics["rollout/cut"] = float(np.mean([s.cuts[i] > 0 for s, i in valid]))
-        if corrupted := [s.rewards[i] for s, i in valid if s.corrupted and s.corrupted[i]]:
+        metrics["rollout/truncated"] = float(np.mean([t.status == "length" for t in valid]))
+        metrics["rollout/cut"] = float(np.mean([t.cuts > 0 for t in valid]))
+        if corrupted := [t.reward for t in valid if t.corrupted]:
             metrics["reward/corrupted_mean"] = float(np.mean(corrupted))
-        turns = [s.turns[i] for s, i in valid]
+        turns = [t.turns for t in valid]
         metrics["rollout/turns_mean"] = float(np.mean(turns))
         metrics["rollout/turns_max"] = max(turns)
         thoughts = np.array(
-            [turn for s, i in valid for turn in s.turn_thoughts[i]], dtype=np.int64
+            [turn for t in valid for turn in t.turn_thoughts], dtype=np.int64
         ).reshape(-1, 3)
         if thoughts[:, 0].any():
             thought, answer, closing = thoughts.T
@@ -170,14 +166,13 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     # The prompt, which a group's trajectories share, counts once; sampled tokens are decoded, not
     # prefilled.
     prompt_and_env_tokens = sum(
-        s.prompt_tokens * (1 - len(s.tokens)) + sum(s.tokens) for s in summaries
-    )
-    prompt_and_env_tokens -= sum(map(sum, (turns for s in summaries for turns in s.turn_tokens)))
+        s.prompt_tokens * (1 - len(s.trajectories)) for s in summaries
+    ) + sum(t.tokens - sum(t.turn_tokens) for t in trajectories)
     if (prefilled := sum(s.prefilled_tokens for s in summaries)) and prompt_and_env_tokens:
         metrics["rollout/prefill_ratio"] = prefilled / prompt_and_env_tokens
     if seconds > 0:
         metrics["rollout/tokens_per_second"] = (
-            sum(sum(s.response_tokens) for s in summaries) / seconds
+            sum(t.response_tokens for t in trajectories) / seconds
         )
     sampled = [s for s in summaries if s.max_version >= 0]
     if sampled:
@@ -188,10 +183,15 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
 
 def env_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """Return `env/NAME`: each measurement of the environments, averaged over the trajectories
-    without an error that have it."""
-    return _means(
-        "env/", (pair for s in summaries for pair in zip(s.metrics, s.errors, strict=True))
-    )
+    without an error that have it.
+
+    Measurements of agents' sessions are called `agent/NAME` already.
+    """
+    means = _means("env/", [t.metrics for s in summaries for t in s.valid])
+    return {
+        name.removeprefix("env/") if name.startswith("env/agent/") else name: mean
+        for name, mean in means.items()
+    }
 
 
 def part_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
@@ -200,19 +200,15 @@ def part_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
     A part whose name is that of another metric is `reward/PART_part`.
     """
-    means = _means(
-        "reward/", (pair for s in summaries for pair in zip(s.parts, s.errors, strict=True))
-    )
+    means = _means("reward/", [t.reward_parts for s in summaries for t in s.valid])
     return {
         f"{name}_part" if name in OWN_REWARD_METRICS else name: mean for name, mean in means.items()
     }
 
 
-def _means(
-    prefix: str, measurements: Iterable[tuple[Mapping[str, float], str | None]]
-) -> dict[str, float]:
+def _means(prefix: str, measurements: Iterable[Mapping[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for named_values, error in measurements:
-        for name, value in named_values.items() if error is None else ():
+    for named_values in measurements:
+        for name, value in named_values.items():
             values.setdefault(prefix + name, []).append(value)
     return {name: sum(items) / len(items) for name, items in sorted(values.items())}

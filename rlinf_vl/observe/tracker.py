@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlinf_vl.code import load_code
 from rlinf_vl.config.schema.runner import TRACKERS
 from rlinf_vl.observe.lines import StepLines
 from rlinf_vl.observe.samples import FACTS, TEXTS, Sample, choose_samples, code_block, inert
+from rlinf_vl.user_code import load_code
 
 logger = logging.getLogger(__name__)
 

@@ -162,7 +162,7 @@ class TrajectoryStore:
         ] = {}  # by column: the array of each sequence, without the prompt
         for sequence in t.sequences:
             for name, array in sequence.arrays().items():
-                if name != "routes":  # many numbers a token, which nobody reads as text
+                if array.ndim == 1:  # nobody reads many numbers a token as text
                     parts.setdefault(name, []).append(array[prompt_length:])
         arrays = {
             name: np.concatenate(arrays_of_column) for name, arrays_of_column in parts.items()

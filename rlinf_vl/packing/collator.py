@@ -13,14 +13,14 @@ Invariants:
 - Every sequence has as many image placeholders as its images need.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
 
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.packing.parts import row_part
 from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch, TokenSequence, Trajectory
 
@@ -53,8 +53,7 @@ class Collator:
     """
 
     family: Family
-    image_token_id: int
-    merge_size: int
+    image_tokens: ImageTokens
     pixels: Callable[[ImageRef], np.ndarray] | None
     pad_id: int
     pad_to: int | None = None
@@ -71,9 +70,8 @@ class Collator:
         for member in members:
             for sequence in member.trajectory.sequences:
                 images.update({image.hash: (image, grid) for image, grid in sequence.images})
-        features_before = np.cumsum(
-            [0, *(math.prod(grid) // self.merge_size**2 for _, grid in images.values())]
-        )
+        grids = np.array([grid for _, grid in images.values()], np.int64).reshape(-1, 3)
+        features_before = np.cumsum([0, *self.image_tokens(grids)])
         first_feature = dict(zip(images, features_before.tolist(), strict=False))
         placed: list[list[_PlacedSequence]] = []
         for member in members:
@@ -101,7 +99,6 @@ class Collator:
         logprobs = [
             p.sequence.logprobs[t] for _, p, t in sampled if p.sequence.logprobs is not None
         ]
-        column_names = sampled[0][1].sequence.columns if sampled else ()
         features = np.concatenate([p.features[start:end] for p, start, end in row.segments])
         owners = np.repeat(
             np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled]
@@ -121,9 +118,6 @@ class Collator:
             ],
             np.int64,
         )
-        columns: dict[str, np.ndarray] = {}
-        for name in column_names:
-            columns[name] = np.concatenate([p.sequence.columns[name][t] for _, p, t in sampled])
         batch = MicroBatch(
             ids=np.concatenate([p.ids[start:end] for p, start, end in row.segments]),
             positions=np.concatenate(
@@ -132,7 +126,7 @@ class Collator:
             cu_seqlens=np.cumsum([0, *(end - start for _, start, end in row.segments)]),
             prefix=np.asarray(row.prefix),
             copies=np.asarray(row.copies),
-            routes=_routes(row),
+            row_columns=_columns([(p.sequence, slice(a, b)) for p, a, b in row.segments]),
             # The hidden state one token earlier predicts a token.
             predict=_concatenate([p.row_index[t - 1] for _, p, t in sampled], np.int64),
             targets=_concatenate([p.ids[t] for _, p, t in sampled], np.int64),
@@ -143,17 +137,17 @@ class Collator:
             if len(logprobs) == len(sampled)
             else None,
             versions=_concatenate([p.sequence.versions[t] for _, p, t in sampled], np.int32),
-            columns=columns,
+            columns=_columns([(p.sequence, t) for _, p, t in sampled]),
             images=tuple(images),
             pixel_values=None,
-            grids=np.array([grid for _, grid in images.values()], np.int64).reshape(-1, 3),
+            grids=grids,
             image_positions=np.flatnonzero(features >= 0),
             image_features=features[features >= 0],
             corrupted=corrupted[owners] if corrupted.any() else None,
             run_vision=run_vision,
         )
         if self.part[1] > 1:
-            batch = row_part(batch, *self.part, self.merge_size)
+            batch = row_part(batch, *self.part, self.image_tokens)
         if self.pixels is None or not batch.images:
             return batch
         return replace(
@@ -170,12 +164,12 @@ class Collator:
         """
         ids = sequence.ids.astype(np.int64)
         grids = np.array([grid for _, grid in sequence.images], np.int64).reshape(-1, 3)
-        positions = self.family.positions(ids, self.image_token_id, grids, self.merge_size)
+        positions = self.family.positions(ids, grids, self.image_tokens)
         starts = np.array([first_feature[image.hash] for image, _ in sequence.images], np.int64)
-        counts = grids.prod(axis=1) // self.merge_size**2
+        counts = self.image_tokens(grids)
         features = np.full(len(ids), -1)
         # The features of one image are contiguous: its first, plus 0, 1, …
-        features[ids == self.image_token_id] = np.repeat(
+        features[ids == self.image_tokens.id] = np.repeat(
             starts - np.cumsum(counts) + counts, counts
         ) + np.arange(counts.sum())
         return _PlacedSequence(sequence, ids, positions, features, np.full(len(ids), -1))
@@ -192,7 +186,9 @@ class Collator:
             # One branch: the first sequence and all that share more than `start` tokens with it, up
             # to the shortest shared prefix among them. The recursion splits them there.
             first = pending[0].sequence
-            ends = [first.shared_length(placed.sequence, self.image_token_id) for placed in pending]
+            ends = [
+                first.shared_length(placed.sequence, self.image_tokens.id) for placed in pending
+            ]
             branch = [placed for placed, end in zip(pending, ends, strict=True) if end > start]
             pending = [placed for placed, end in zip(pending, ends, strict=True) if end <= start]
             end = min(end for end in ends if end > start)
@@ -244,26 +240,24 @@ class _RowBuilder:
         return len(self.prefix) - 1
 
 
-def _routes(row: _RowBuilder) -> np.ndarray | None:
-    """Return the routes of a row's tokens, [T, L·k], 0 where a sequence has none.
+def _columns(tokens: Sequence[tuple[TokenSequence, slice | np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the columns of these tokens of sequences, end to end, [n, …].
 
-    None if no sequence has routes.
+    A column is 0 where a sequence lacks it.
     """
-    example = next(
-        (p.sequence.routes for p, _, _ in row.segments if p.sequence.routes is not None), None
-    )
-    if example is None:
-        return None
-    zeros = np.zeros((row.tokens, example.shape[1]), example.dtype)
-    segment_routes = [
-        zeros if p.sequence.routes is None else p.sequence.routes for p, _, _ in row.segments
-    ]
-    return np.concatenate(
-        [
-            routes[start:end]
-            for routes, (_, start, end) in zip(segment_routes, row.segments, strict=True)
-        ]
-    )
+    examples: dict[str, np.ndarray] = {}
+    for sequence, _ in tokens:
+        examples |= sequence.columns
+    columns: dict[str, np.ndarray] = {}
+    for name, example in examples.items():
+        arrays = []
+        for sequence, indices in tokens:
+            column = sequence.columns.get(name)
+            if column is None:
+                column = np.zeros((len(sequence.ids), *example.shape[1:]), example.dtype)
+            arrays.append(column[indices])
+        columns[name] = np.concatenate(arrays)
+    return columns
 
 
 def _concatenate(parts: list[np.ndarray], dtype) -> np.ndarray:

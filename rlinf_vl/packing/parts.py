@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.types import MicroBatch, RowPart
 
 
-def row_part(batch: MicroBatch, rank: int, size: int, merge_size: int) -> MicroBatch:
+def row_part(batch: MicroBatch, rank: int, size: int, image_tokens: ImageTokens) -> MicroBatch:
     """Return the `rank`-th of `size` equal parts of a row without pixels.
 
     The part has the images of its own placeholder tokens only. A row whose length `size` does not
@@ -31,7 +32,7 @@ def row_part(batch: MicroBatch, rank: int, size: int, merge_size: int) -> MicroB
         return np.flatnonzero((tokens.start <= positions) & (positions < tokens.stop))
 
     sampled, placeholders = indices_in_part(batch.predict), indices_in_part(batch.image_positions)
-    feature_counts = batch.grids.prod(axis=1) // merge_size**2
+    feature_counts = image_tokens(batch.grids)
     image_of_feature = np.repeat(np.arange(len(feature_counts)), feature_counts)
     features = batch.image_features[placeholders]
     part_images = np.unique(image_of_feature[features])
@@ -44,7 +45,7 @@ def row_part(batch: MicroBatch, rank: int, size: int, merge_size: int) -> MicroB
         cu_seqlens=bounds,
         prefix=prefix,
         copies=copies,
-        routes=None if batch.routes is None else part_of(batch.routes),
+        row_columns={name: part_of(column) for name, column in batch.row_columns.items()},
         predict=batch.predict[sampled] - tokens.start,
         targets=batch.targets[sampled],
         images=tuple(batch.images[i] for i in part_images),

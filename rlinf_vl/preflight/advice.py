@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from rlinf_vl.config.placement import Placement, shares_slots
 from rlinf_vl.config.schema import Config
-from rlinf_vl.config.schema.limits import MIXTURE_FAMILIES
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.preflight.ledger import GIB, Hardware, Ledger, ledger
 from rlinf_vl.preflight.model import Model
+from rlinf_vl.weights import FALLBACK
 
 #: Sizes of cards in GB, as printed on them, that a search for hardware goes through.
 CARDS = (24, 48, 80)
@@ -62,7 +62,7 @@ MEMORY_CHANGES = [
     Change("actor.fsdp_config.gradient_checkpointing", True),
     Change("actor.fsdp_config.reshard_after_forward", True),
     Change("rollout.max_running_requests", 64),
-    Change("rollout.weight_sync", "object_store"),  # through host memory, bucket by bucket
+    Change("rollout.weight_sync", FALLBACK),  # through host memory, bucket by bucket
     Change(CPU_OFFLOAD, True),
 ]
 
@@ -172,7 +172,7 @@ class Advisor:
     def qlora(self) -> tuple[Change, ...]:
         """The changes for QLoRA, without adapters of experts in a mixture of them."""
         (model, *_) = self._models.values()
-        return (*QLORA, NO_EXPERTS) if model.shape.model_type in MIXTURE_FAMILIES else QLORA
+        return (*QLORA, NO_EXPERTS) if model.family.has_mixtures else QLORA
 
     def _placements(self, card: int, slots: int) -> Iterator[tuple[Change, ...]]:
         """Yield changes of the placement: none, and engines of several GPUs apart from the trainer.

@@ -12,15 +12,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.code import is_code
 from rlinf_vl.config import Config
-from rlinf_vl.config.schema.limits import FAMILIES, MIXTURE_FAMILIES, TEXT_FAMILIES
-from rlinf_vl.config.toys import TOYS
+from rlinf_vl.config.toys import TOKEN_SIDE, TOYS
 from rlinf_vl.config.validate import why_absent
-from rlinf_vl.engines.sglang.checkpoint import refusals
 from rlinf_vl.errors import ConfigError, nearest
+from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.image_processor import token_side
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.hub import HUB_NAME, ask_hub
+from rlinf_vl.user_code import is_code
 
 
 def checkpoint(config: Config) -> Iterator[str]:
@@ -31,7 +32,7 @@ def checkpoint(config: Config) -> Iterator[str]:
     in_existing_folder = folder.parent != Path(".") and os.path.isdir(folder.parent)
     if path in TOYS:
         yield from _family(config, TOYS[path].model_type)
-        yield from _pixels(config, {"patch_size": 8, "merge_size": 2})
+        yield from _pixels(config, TOKEN_SIDE)
         yield from _thinking(config, "")
     elif not path:
         yield f"{key}: empty; {hint}"
@@ -65,14 +66,18 @@ def _model_folder(config: Config, folder: Path) -> Iterator[str]:
         )
         return
     yield from _family(config, model_type, shape)
-    missing, damaged = _missing_and_damaged(folder, with_images=model_type not in TEXT_FAMILIES)
+    family = FAMILIES.get(model_type)
+    reads_images = family is None or family.vision_tower is not None
+    missing, damaged = _missing_and_damaged(folder, with_images=reads_images)
     if missing:
         yield f"{key} lacks {', '.join(missing)}; fetch or copy the checkpoint whole"
     for name, why in damaged.items():
         yield f"{key}: {name} is damaged or fetched in part ({why}); fetch or copy it anew"
     # A missing or damaged file has been reported above.
     with suppress(OSError, ValueError, TypeError, AttributeError):
-        yield from _pixels(config, json.loads((folder / "preprocessor_config.json").read_bytes()))
+        processor = json.loads((folder / "preprocessor_config.json").read_bytes())
+        side = (token_side if family is None else family.token_side)(processor)
+        yield from _pixels(config, side)
     templates = (
         folder / name
         for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -168,7 +173,8 @@ def _family(
         )
     elif configured_type in FAMILIES and configured_type != checkpoint_type:
         yield f"{key}: {configured_type!r}, but {checkpoint_text}; set {key}={checkpoint_type}"
-    if checkpoint_type in TEXT_FAMILIES:
+    family = FAMILIES.get(checkpoint_type)
+    if family is not None and family.vision_tower is None:
         checkpoint_text += ", which has no vision tower"
         if config.data.image_keys:
             yield (
@@ -192,7 +198,7 @@ def _family(
                 "has layers that attend within a sliding window, which is not supported; set "
                 "use_sliding_window to false in it if the model was trained without"
             )
-        yield from _mixture(config, checkpoint_text, checkpoint_type, text)
+        yield from _mixture(config, checkpoint_text, family, text)
         ranks = max(1, config.actor.context_parallel_size)
         for name in ("num_attention_heads", "linear_num_value_heads"):
             if (heads := text.get(name) or 0) % ranks:
@@ -201,13 +207,13 @@ def _family(
                     f"actor.context_parallel_size: {ranks} can't divide the {heads} heads "
                     f"({name}), but {checkpoint_text}; these can: {divisors}"
                 )
-    if config.rollout.rollout_backend == "sglang":
+    if family is not None and config.rollout.rollout_backend == "sglang":
         device = config.cluster.device
         without_gpu = device == "cpu" or (
             device == "auto" and gpus.is_private(config) and gpus.gpu_memory() == ()
         )
         with suppress(AttributeError, TypeError):  # as above
-            for reason in list(refusals(shape or {"model_type": checkpoint_type}, without_gpu)):
+            for reason in family.sglang_refusals(shape or {}, without_gpu):
                 yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
 
 
@@ -232,14 +238,14 @@ def _paths(config: Config) -> Iterator[str]:
 
 
 def _mixture(
-    config: Config, checkpoint_text: str, checkpoint_type: str, text: Mapping[str, Any]
+    config: Config, checkpoint_text: str, family: Family | None, text: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield problems of mixtures of experts.
 
     Keys about them need a model that has one. Rows of their products must be multiples of 16 bytes.
     """
     actor, precision = config.actor, config.actor.fsdp_config.mixed_precision
-    if checkpoint_type not in MIXTURE_FAMILIES:
+    if family is None or not family.has_mixtures:
         defaults = {"routing_replay": "off", "model.router_aux_loss_coef": 0}
         for key, off in defaults.items():
             if (value := attrgetter(key)(actor)) != off:
@@ -259,16 +265,14 @@ def _mixture(
                 )
 
 
-def _pixels(config: Config, processor: dict[str, Any]) -> Iterator[str]:
-    """Yield pixel bounds below one image token, or above the longest prompt."""
+def _pixels(config: Config, side: int) -> Iterator[str]:
+    """Yield pixel bounds below one image token of this side, or above the longest prompt."""
     min_pixels, max_pixels, max_prompt = (
         config.data.image_min_pixels,
         config.data.image_max_pixels,
         config.data.max_prompt_length,
     )
-    token_pixels = (
-        int(processor.get("patch_size") or 16) * int(processor.get("merge_size") or 2)
-    ) ** 2
+    token_pixels = side**2
     if max_pixels is not None and 0 < max_pixels < token_pixels:
         yield (
             f"data.image_max_pixels: {max_pixels} is less than one image token of this model "

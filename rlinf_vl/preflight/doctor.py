@@ -120,6 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
     machine = look(config)
     lines = check(machine, config)
     if config:
+        # Joining a cluster that does not answer would wait for its time limit.
         if machine.cluster and machine.cluster_answers:
             lines.append(_join(config))
         try:
@@ -160,7 +161,9 @@ def look(config: Config | None = None) -> Machine:
     import torch
 
     stamp = Path(sys.prefix) / STAMP
-    address = cluster_to_join(config.cluster.ray_address, dict(os.environ))[0] if config else None
+    address = None
+    if config and config.cluster.backend == "ray":
+        address = cluster_to_join(config.cluster.ray_address, dict(os.environ))[0]
     sglang = config is None or config.rollout.rollout_backend == "sglang"
     driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
     version_match = (
@@ -382,7 +385,8 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
     )
     yield line("cache", f"{_size(machine.cache_disk)} free for the cache", hint, "warn")
     if model.family.vision_tower:
-        yield _image_tokens(config, model.shape.vision_config)
+        side = model.family.token_side(model.shape.vision_config.to_dict())
+        yield _image_tokens(config, side)
 
 
 def _most_checkpoint_bytes(model_path: str) -> float:
@@ -414,9 +418,9 @@ def _checkpoint_disk(config: Config) -> Path:
     )
 
 
-def _image_tokens(config: Config, vision) -> Line:
-    """Return the finding about tokens of an image: each has (patch · merge)² pixels."""
-    data, side = config.data, vision.patch_size * vision.spatial_merge_size
+def _image_tokens(config: Config, side: int) -> Line:
+    """Return the finding about tokens of an image: each has side² pixels."""
+    data = config.data
     processor_file = Path(config.rollout.model.model_path) / "preprocessor_config.json"
     checkpoint_bound = (
         json.loads(processor_file.read_text()).get("size", {}).get("longest_edge")

@@ -30,7 +30,10 @@ def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) 
 
     # In a process that ends after the call: a CUDA context would keep memory that the actors need.
     read_gpu_bytes = ray.remote(max_calls=1)(_gpu_bytes)
-    options_by_slot = [*reservation.actor, *(seat.options for seat in reservation.rollout)]
+    options_by_slot = [
+        *reservation.actor,
+        *(placement.options for placement in reservation.rollout),
+    ]
     sizes = [read_gpu_bytes.options(**options).remote() for options in options_by_slot]
     hardware = Hardware(int(ray.cluster_resources().get("GPU", 0)), min(ray.get(sizes)))
     model = Model(config, model_path)

@@ -37,6 +37,7 @@ def ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, str
         return model_type or (info.config or {}).get("model_type"), None
     except hub.errors.HFValidationError:
         return None, "neither a folder here nor a name that the hub allows; write owner/name"
+    # Before RepositoryNotFoundError, of which this error is a kind.
     except hub.errors.GatedRepoError:
         return (
             None,
@@ -49,6 +50,7 @@ def ask_hub(kind: str, name: str, cached: bool = False) -> tuple[str | None, str
         )
     # Errors of the client, and of the HTTP library that its version uses.
     except Exception as error:
+        # The first line names the cause; the others are the client's advice.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if cached:
             message = "%s: the hub can't be reached (%s); its copy in the cache is used (HF_HUB_OFFLINE=1)"

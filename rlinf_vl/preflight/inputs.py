@@ -19,9 +19,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlinf_vl.code import CodeError, check_code, is_code
 from rlinf_vl.config import Config
 from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.schema.rollout import AGENT_CALL
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.formats import RowFormat
@@ -40,6 +40,7 @@ from rlinf_vl.rewards.processes import load_function
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, STATE_FILE, folder_at, newest_checkpoint
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import CodeError, check_code, is_code, load_code
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,14 @@ def packages_missing(config: Config) -> Iterator[str]:
         and (why := _without_nf4(config))
     ):
         yield f"actor.model.lora.quantization: nf4 needs bitsandbytes, {why}, or set none: the model is stored in param_dtype"
+    agent = config.rollout.agent
+    if agent.is_set:
+        needed = ["uvicorn", "starlette", *(["openai"] if agent.function else [])]
+        if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+            yield (
+                f"rollout.agent: {', '.join(missing)} is not installed; pip install "
+                "'rlinf_vl[agents]'"
+            )
     if config.rollout.rollout_backend != "sglang":
         return
     try:
@@ -98,6 +107,7 @@ def _data(config: Config, with_rows: bool = True) -> Iterator[str]:
     for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths)):
         key, counts = f"data.{split}_data_paths", []
         for path in paths:
+            # What can't be read ahead is unknown and no problem: loading reports it.
             contents = Peek(None, None)
             try:
                 if toy := TOYS.get(path):
@@ -112,6 +122,7 @@ def _data(config: Config, with_rows: bool = True) -> Iterator[str]:
                 yield f"{key}: {path} {error}"
             counts.append(contents.rows)
             if contents.columns is not None:
+                # Validation has no order.
                 level_key = data.curriculum_key if split == "train" else None
                 problems = list(_columns(config, path, contents.columns, level_key))
                 if with_rows and not problems and os.path.isfile(path):
@@ -149,6 +160,7 @@ def _rows(config: Config, key: str, path: str, columns: Sequence[str]) -> Iterat
             # An image on a host is not bad: it is fetched later.
             if not (error.kind == NOT_FETCHED and row_format.image_hosts):
                 reasons[number] = error.reason
+    # The share of the run itself, so that a few bad rows at the start refuse nothing.
     if len(reasons) > config.data.max_bad_rows * len(rows):
         number, reason = next(iter(reasons.items()))
         bad_rows = f"{len(reasons)} of the first {len(rows)} rows can't be used"
@@ -218,9 +230,35 @@ def _environment(config: Config) -> Iterator[str]:
         yield f"rollout.env_class: {'' if isinstance(error, CodeError) else prefix}{error}"
 
 
+def _agent(config: Config) -> Iterator[str]:
+    """Yield the problem of loading an agent's function, of finding a command, or of an app's address."""
+    agent = config.rollout.agent
+    if agent.function is not None:
+        files = config.runner.code_files
+        try:
+            # Without running it first: a mistake in its name should not wait for its imports.
+            check_code(agent.function, {}, files, kind="agent", signature=AGENT_CALL)
+            load_code(agent.function, {}, files, kind="agent", signature=AGENT_CALL)
+        except CodeError as error:
+            yield f"rollout.agent.function: {error}"
+    elif agent.command and gpus.is_private(config) and shutil.which(agent.command[0]) is None:
+        yield (
+            f"rollout.agent.command: {agent.command[0]!r} is no command here; give a path, or "
+            "install it"
+        )
+    elif agent.app is not None and gpus.is_private(config):
+        from rlinf_vl.envs.app_client import AppClient
+
+        try:
+            AppClient(agent.app, agent.token_env, agent.timeout, max_reply_bytes=1, max_parts=0)
+        except ValueError as error:
+            yield f"rollout.agent.app: {error}"
+
+
 def _hub_data(key: str, path: str) -> Iterator[str]:
     """Yield a problem unless the hub, or its cache, has this data set."""
     name = path.removeprefix("hf://").partition(":")[0]
+    # The hub answers a malformed name as it answers a private one: with "not found".
     if not HUB_NAME.fullmatch(name):
         yield f"{key}: {path!r} is no data set's name on the hub; write hf://owner/name or hf://owner/name:split"
         return
@@ -376,6 +414,7 @@ def _rewards(config: Config) -> Iterator[str]:
 RULES = [
     _data,
     _environment,
+    _agent,
     _rewards,
     checkpoint,
     teacher,

@@ -25,9 +25,7 @@ from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import BITS
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.trace import Trace
-from rlinf_vl.transport.buckets import BUCKET_BYTES
-from rlinf_vl.transport.staging import BUFFERS
-from rlinf_vl.transport.strategies import resolve_weight_sync
+from rlinf_vl.weights.strategy import Site, Strategy, choose_strategy
 
 GIB = 2**30
 MIB = 2**20
@@ -154,9 +152,8 @@ def ledger(
     ranks, is_shared = len(placement.actor), placement.shared
     tp = min(map(len, placement.engines))  # the smallest engine's GPUs are the fullest
     model = model or Model(config)
-    strategy = resolve_weight_sync(
-        config.rollout.weight_sync, "cuda", is_shared, placement.beside_actors
-    )
+    site = Site("cuda", is_shared, placement.beside_actors)
+    strategy = choose_strategy(config.rollout.weight_sync, site)
     # With hsdp the ranks of each node share the weights: the smallest node's shards are the largest.
     is_hybrid = config.actor.fsdp_config.strategy == "hsdp"
     ranks_by_node = Counter(map(placement.node_of, placement.actor))
@@ -214,7 +211,7 @@ def ledger(
                 "rollout",
                 {
                     "generate": with_cache,
-                    "sync": with_cache | {"buckets in flight": 2 * BUCKET_BYTES},
+                    "sync": with_cache | {"buckets in flight": strategy.receiver_peak_bytes()},
                 },
             )
         )
@@ -227,7 +224,9 @@ def ledger(
     return replace(memory_ledger, problems=tuple(_problems(memory_ledger, smallest_share)))
 
 
-def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -> dict[str, Parts]:
+def _rank(
+    config: Config, model: Model, ranks: int, shard: int, strategy: Strategy
+) -> dict[str, Parts]:
     """Return the parts of an actor rank by phase; every `shard` ranks share the weights."""
     fsdp, weights, actor = config.actor.fsdp_config, model.weights, config.actor
     compute, reduce = (
@@ -284,14 +283,9 @@ def _rank(config: Config, model: Model, ranks: int, shard: int, strategy: str) -
         images["gathered weights"] = compute * (weights.root + tower)
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
     sent_itemsize = _bytes(config.rollout.model.precision)
-    # A bucket that is sent, and one made meanwhile. In shared memory two are read, each as large as
-    # the largest weight.
-    bucket_bytes = 2 * BUCKET_BYTES
-    if strategy == "shared_memory":
-        bucket_bytes = BUCKET_BYTES + BUFFERS * max(BUCKET_BYTES, sent_itemsize * weights.largest)
     sync = {
         "gathered weights": (4 + sent_itemsize) * weights.largest,
-        "buckets in flight": bucket_bytes,
+        "buckets in flight": strategy.sender_peak_bytes(sent_itemsize * weights.largest),
     }
     # FSDP2 moves a unit to the device whole, and drops it for its shard.
     unit_bytes = model.stored * max(weights.root, weights.block, weights.tower_unit)

@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from rlinf_vl.code import is_code
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.families import Family, family_at, family_of
+from rlinf_vl.models.families import family_at, family_of
+from rlinf_vl.models.family import Family
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of, use_packed_attention
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
 from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
+from rlinf_vl.user_code import is_code
 
 #: config.json of common hub models, with the keys that decide on memory.
 KNOWN: dict[str, dict[str, Any]] = json.loads(
@@ -149,7 +150,7 @@ def meta_model(
     """Make the model as a rank computes it, on the meta device: shapes, and no memory."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        model = family.auto_model.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = family.model_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = use_packed_attention(model, family).train()
     train_parts(model, family, frozen, lora)
     for weight in model.parameters():

@@ -61,6 +61,7 @@ def installed_version(name: str) -> str | None:
 
 def recorded_versions(stamp: Path) -> dict[str, str]:
     """Read the versions of an environment's installation; none if `install.sh` did not make it."""
+    # Who installed by pip alone has no record to compare with.
     if not stamp.is_file():
         return {}
     pairs = (line.partition("=") for line in stamp.read_text(encoding="utf-8").splitlines())
@@ -90,6 +91,7 @@ def moved_packages(stamp: Path) -> list[Moved]:
         and "torchvision" not in recorded
         and not torchvision_fits(torch, torchvision)
     ):
+        # "none" shows that the installation did without it.
         moved.append(Moved("torchvision", "none", torchvision))
     return moved
 

@@ -99,6 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
     model = Model(config)
     memory_ledger = ledger(config, hardware, model)
+    # What does not fit at all has no largest budget, and to look for one takes seconds.
     largest = 0 if memory_ledger.problems else largest_budget(memory_ledger, model)
     sys.stdout.write(
         render(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from rlinf_vl.models import attention
-from rlinf_vl.models.families import Family, VisionFeatures
+from rlinf_vl.models.family import Family, VisionFeatures
 from rlinf_vl.models.kernels.attention import Varlen
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import CHUNK_BYTES
@@ -206,9 +206,9 @@ def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -
     tower = model.get_submodule(family.vision_tower or "")
     weight = next(tower.parameters())
     blank, grid = family.blank_image(model.config)
-    merge = int(grid[0, 1])
     sizes = [min(longest, tokens - start) for start in range(0, tokens, longest)]
-    grids = np.array([[1, merge, merge * size] for size in sizes])
+    # The blank image has one token: one of n tokens is n times as wide.
+    grids = np.concatenate([grid * (1, 1, size) for size in sizes])
     patches = torch.zeros(int(grids.prod(axis=1).sum()), blank.shape[1], device=weight.device)
     return family.encode_images(tower, patches, grids, weight.dtype)
 
@@ -241,7 +241,7 @@ def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
         cu_seqlens=np.append(starts, tokens),
         prefix=np.full(len(starts), -1),
         copies=np.ones(len(starts), np.int64),
-        routes=None,
+        row_columns={},
         predict=indices,
         targets=zeros,
         trajectories=indices // longest,

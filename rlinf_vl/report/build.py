@@ -19,7 +19,7 @@ from typing import Any
 import jinja2
 
 from rlinf_vl.observe.metrics import OWN_REWARD_METRICS
-from rlinf_vl.report.run_folder import RunFolder, read_run, standard_error
+from rlinf_vl.report.run_files import RunFiles, read_run, standard_error
 from rlinf_vl.report.trajectories import ImageStore, encode_trajectories, read_trajectories
 from rlinf_vl.runtime.files import write_aside
 
@@ -109,7 +109,7 @@ def build_report(
     return output
 
 
-def _columns(run: RunFolder) -> dict[str, list[list[float | None]]]:
+def _columns(run: RunFiles) -> dict[str, list[list[float | None]]]:
     """Return metric name → [steps, values] of the steps that logged it, with two metrics that are
     computed here."""
     columns: dict[str, list[list[float | None]]] = {}
@@ -141,7 +141,7 @@ def _pack(header: dict[str, Any], sections: bytearray) -> str:
     ).decode()
 
 
-def _render(runs: list[RunFolder], counts: list[int], data: str) -> str:
+def _render(runs: list[RunFiles], counts: list[int], data: str) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
         autoescape=True,

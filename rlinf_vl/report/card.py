@@ -13,7 +13,7 @@ import yaml
 from PIL import Image, ImageDraw, ImageFont
 
 from rlinf_vl import __version__
-from rlinf_vl.report.run_folder import flatten, read_metrics
+from rlinf_vl.report.run_files import flatten, read_metrics
 
 ASSETS = Path(__file__).parent / "assets"
 CURVE = "curve.png"
@@ -88,7 +88,7 @@ def write_card(
     ]
     files = config["runner"].get("code_files") or {}
     # the card is published: it names the user's files without their texts
-    config["runner"]["code_files"] = {path: "left out here" for path in files}
+    config["runner"]["code_files"] = dict.fromkeys(files, "left out here")
     text = (
         _environment()
         .get_template("model_card.md.jinja")

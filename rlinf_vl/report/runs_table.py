@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlinf_vl.observe.status import read_status
-from rlinf_vl.report.run_folder import check_is_run, read_metrics
+from rlinf_vl.report.run_files import check_is_run, read_metrics
 
 
 class Column(NamedTuple):

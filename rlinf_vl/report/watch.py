@@ -20,7 +20,7 @@ from rich.text import Text
 
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.report.newest import Newest, read_newest
-from rlinf_vl.report.run_folder import check_is_run, read_metrics
+from rlinf_vl.report.run_files import check_is_run, read_metrics
 from rlinf_vl.runtime.files import read_lines
 
 #: Curve's label → metric. Curves that a run has are drawn in this order, then its environment's.

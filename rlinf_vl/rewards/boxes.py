@@ -18,7 +18,7 @@ _NUMBER = re.compile(_N)
 
 
 def bbox_giou(
-    said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()
+    final_response: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()
 ) -> dict[str, float]:
     """Return the GIoU of the reply's last box and the reference box, -1 to 1; -1 without a box.
 
@@ -32,7 +32,7 @@ def bbox_giou(
         relative: the reply's coordinates run from 0 to this over the first image (Qwen3-VL: 1000);
             the reference's are pixels.
     """
-    reply_box, target_box = _last_box(said), reference_box(answer)
+    reply_box, target_box = _last_box(final_response), reference_box(answer)
     if reply_box is None:
         return {"score": -1.0, "iou": 0.0}
     iou, giou = overlap(_scaled(reply_box, relative, images), target_box)
@@ -40,13 +40,13 @@ def bbox_giou(
 
 
 def point_in_box(
-    said: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()
+    final_response: str, answer: str, *, relative: float | None = None, images: Sequence[Any] = ()
 ) -> bool:
     """Return whether the reply's last point lies in the reference box, its border included.
 
     A point is `(15, 25)`, `[15, 25]`, or the middle of a box. `relative` is that of `bbox_giou`.
     """
-    point = _last_point(said)
+    point = _last_point(final_response)
     if point is None:
         return False
     x, y = _scaled(point, relative, images)

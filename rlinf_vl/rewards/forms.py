@@ -17,10 +17,10 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
-from rlinf_vl.code import CodeError
 from rlinf_vl.errors import nearest
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import CodeError
 
 #: Keys of a returned mapping for the score; the first that is there counts.
 SCORES = ("score", "overall", "reward")
@@ -30,6 +30,8 @@ VERDICTS = ("correct", "acc", "accuracy")
 #: column of this name.
 ANSWERS = ("answer", "ground_truth", "solution", "label", "reference")
 QUESTIONS = ("prompt", "problem", "question")
+#: Parameters that get the response's text; a function with one of them is called by name.
+_TEXTS = ("response", "final_response", "said")
 Arguments = Mapping[str, Any]
 
 
@@ -55,7 +57,8 @@ def _ours(problem: Problem, answers: Sequence[Answer]) -> Arguments:
     (answer,) = answers
     return _facts(problem) | {
         "response": answer.response,
-        "said": answer.said,
+        "final_response": answer.final_response,
+        "said": answer.final_response,  # its former name, accepted until 0.2
         "response_tokens": len(answer.ids),
         "response_ids": list(answer.ids),
         "truncated": answer.truncated,
@@ -184,7 +187,7 @@ FORMS: dict[str, Form] = {
     ),
     "ours": Form(
         "fn(response, answer, **row)",
-        lambda p: "response" in p or "said" in p or _takes_two(p),
+        lambda p: any(name in p for name in _TEXTS) or _takes_two(p),
         False,
         _ours,
     ),
@@ -240,8 +243,7 @@ class RewardFunction:
         return empty - {
             *ANSWERS,
             *QUESTIONS,
-            "response",
-            "said",
+            *_TEXTS,
             "response_tokens",
             "response_ids",
             "truncated",
@@ -349,14 +351,14 @@ class RewardFunction:
             for name, p in self.parameters.items()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
-        if self.form is FORMS["ours"] and not {"response", "said"} & named:
+        if self.form is FORMS["ours"] and named.isdisjoint(_TEXTS):
             # The parameters have other names, so response and reference are given by position.
             positional = [offered["response"], offered["answer"]]
         named -= set(list(self.parameters)[: len(positional)])
         for names, value in ((ANSWERS, problem.answer), (QUESTIONS, prompt_text(problem))):
             for name in named.intersection(names) - offered.keys():
                 offered[name] = [value] * len(answers) if self.form.of_group else value
-        available_names = {*offered, *problem.columns, "answer", "prompt", "images"}
+        available_names = {*offered, *problem.columns, "answer", "prompt", "images"} - {"said"}
         if not any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):
             offered = {name: value for name, value in offered.items() if name in named}
         arguments = offered | self.kwargs

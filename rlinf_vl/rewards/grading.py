@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlinf_vl.code import is_code
 from rlinf_vl.data.answers import answer_text
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.rewards.forms import RewardFunction
@@ -15,6 +14,7 @@ from rlinf_vl.rewards.named import NAMED, named_function
 from rlinf_vl.rewards.processes import load_function
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.types import ImageRef, Problem
+from rlinf_vl.user_code import is_code
 
 #: Names in `row` that describe the response and are no columns of the data set.
 _RESPONSE_FACTS = ("response_tokens", "response_ids", "truncated")

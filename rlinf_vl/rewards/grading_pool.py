@@ -9,6 +9,10 @@ the socket for the reply. The reply is "1" (the same), "0" (not the same) or "m"
 
 Kernel timers end a worker, even inside one big-number operation. The server ends with its caller; a
 server that hangs is replaced.
+
+Not pebble: its workers are faster on plain formulas (25 ms for 114 ms on two busy cores), but after
+an answer that reached a limit a new one imports math-verify, so the next question waited 11 s (here
+0.1 s); it limits no processor time, and starts a script without a main guard again.
 """
 
 import gc

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlinf_vl.code import CodeError
 from rlinf_vl.errors import nearest
 from rlinf_vl.rewards.boxes import bbox_giou, point_in_box, reference_box
 from rlinf_vl.rewards.choices import choice
@@ -23,6 +22,7 @@ from rlinf_vl.rewards.texts import (
     references,
     with_truths,
 )
+from rlinf_vl.user_code import CodeError
 
 
 class Named(NamedTuple):
@@ -41,7 +41,7 @@ class Named(NamedTuple):
     check: Callable[[str], Any] | None = None
 
 
-def math(said: str, answer: str) -> bool:
+def math(final_response: str, answer: str) -> bool:
     r"""Return whether the last `\boxed{…}` is the reference answer, or one of several.
 
     `rlinf_vl.rewards.math_grader` compares. The brackets of a reference that is a list of three
@@ -49,10 +49,10 @@ def math(said: str, answer: str) -> bool:
     brackets may be an interval.
     """
     reference_texts = references(answer) if answer.startswith('["') else [answer]
-    if any(math_verdict(said, reference) for reference in with_truths(reference_texts)):
+    if any(math_verdict(final_response, reference) for reference in with_truths(reference_texts)):
         return True
     # Retry with the brackets of the reference around a box that has no brackets itself.
-    box = last_boxed(said, MAX_LENGTH) if _NUMBERS.fullmatch(answer) else None
+    box = last_boxed(final_response, MAX_LENGTH) if _NUMBERS.fullmatch(answer) else None
     return (
         box is not None
         and not re.search(r"[()\[\]]", box)

@@ -6,6 +6,9 @@ process or an exception the answer has no verdict (`GradingError`); a dead proce
 all other calls go on.
 
 Requests are pickled. Replies are JSON, since unpickling data of a user's process could run code.
+
+Not pebble: it unpickles what a worker returns, and ends the worker alone, while the group killed
+here includes what the function started.
 """
 
 import atexit
@@ -22,16 +25,18 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rlinf_vl.code import load_code
+from rlinf_vl.errors import never_reported
 from rlinf_vl.rewards.forms import SIGNATURE, RewardFunction
 from rlinf_vl.rewards.grading_pool import GradingError, GradingTimeout, limit_memory
 from rlinf_vl.rewards.result import Answer, Result
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import load_code
 
 #: Seconds for a process to start, which imports the functions' files and all that they import.
 START_TIMEOUT_S = 300.0
@@ -63,6 +68,28 @@ def load_function(name: str, kwargs: Mapping[str, Any], files: Mapping[str, str]
     return RewardFunction(function, name, kwargs)
 
 
+class UserFunctions(Protocol):
+    """Runs users' reward functions, as `ProcessPool` does."""
+
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, Mapping[str, Any]]],
+        files: Mapping[str, str],
+        limits: Limits,
+        first_report: Callable[[str], bool],
+    ) -> None: ...
+    def submit(
+        self,
+        function: int,
+        problem: Problem,
+        answers: Sequence[Answer],
+        *,
+        images: bool,
+        together: bool,
+    ) -> "list[Future[Result]]": ...
+    def close(self) -> None: ...
+
+
 class ProcessPool:
     """A pool of processes with the same functions, each started when it is first needed.
 
@@ -78,7 +105,7 @@ class ProcessPool:
         functions: Sequence[tuple[str, Mapping[str, Any]]],
         files: Mapping[str, str],
         limits: Limits,
-        first_report: Callable[[str], bool] = lambda text: True,
+        first_report: Callable[[str], bool] = never_reported,
     ):
         self._first_report = first_report
         self._setup = pickle.dumps((list(functions), dict(files), limits))
@@ -238,10 +265,8 @@ class _Process:
         """Kill the process, and all processes that the function started."""
         self.alive = False
         self._pipe.close()
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
 
@@ -279,17 +304,17 @@ def serve(descriptor: int) -> None:
             results: list[Any] = functions[number].results(problem, answers, limits.timeout_s)
         except BaseException as error:  # SystemExit, which a function must not end the process with
             results = [error] * len(answers)
-        replies = [_error_text(r, limits) if isinstance(r, BaseException) else r for r in results]
+        replies = [error_text(r, limits) if isinstance(r, BaseException) else r for r in results]
         tracebacks: dict[str, str] = {}
         for result, reply in zip(results, replies, strict=True):
             is_error = isinstance(result, BaseException)
             if is_error and reply not in sent_errors and len(sent_errors) < MAX_TRACEBACKS:
                 sent_errors.add(reply)
-                tracebacks[reply] = _trace_of(result)
+                tracebacks[reply] = trace_of(result)
         pipe.send_bytes(json.dumps([replies, tracebacks]).encode())
 
 
-def _error_text(error: BaseException, limits: Limits) -> str:
+def error_text(error: BaseException, limits: Limits) -> str:
     """Return an error's name and message, with the config key of a limit that was reached."""
     if isinstance(error, MemoryError):
         return f"MemoryError: more than reward.memory_gb={limits.memory_gb:g}"
@@ -301,7 +326,7 @@ def _error_text(error: BaseException, limits: Limits) -> str:
         return type(error).__name__
 
 
-def _trace_of(error: BaseException) -> str:
+def trace_of(error: BaseException) -> str:
     """Return an error's traceback from the user's function on.
 
     Return "" for an error of this package, whose message is enough.

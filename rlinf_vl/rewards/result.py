@@ -11,13 +11,13 @@ class Answer:
 
     Attributes:
         response: the whole text, thoughts included.
-        said: the text after the thoughts; users' reward functions take it by this name.
+        final_response: the text after the thoughts.
         ids: the token ids that were sampled for the response.
         truncated: whether the response ended at the token limit.
     """
 
     response: str
-    said: str
+    final_response: str
     ids: tuple[int, ...] = ()
     truncated: bool = False
 

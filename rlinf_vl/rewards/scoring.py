@@ -13,13 +13,14 @@ from functools import partial
 from itertools import chain, count
 from typing import Any
 
-from rlinf_vl.code import is_code
+from rlinf_vl.errors import never_reported
 from rlinf_vl.rewards.forms import RewardFunction
 from rlinf_vl.rewards.grading_pool import GradingError
 from rlinf_vl.rewards.named import named_function
-from rlinf_vl.rewards.processes import Limits, ProcessPool, load_function
+from rlinf_vl.rewards.processes import Limits, ProcessPool, UserFunctions, load_function
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import is_code
 
 #: Answers that one task of a thread scores, for functions that compute and don't wait: handing a
 #: task to a thread takes longer than most of them.
@@ -142,7 +143,8 @@ def make_scorer(
     files: Mapping[str, str],
     limits: Limits,
     hosts: Sequence[str] = (),
-    first_report: Callable[[str], bool] = lambda text: True,
+    first_report: Callable[[str], bool] = never_reported,
+    pool_class: type[UserFunctions] = ProcessPool,
 ) -> Scorer:
     """Return the scorer of `reward.functions`; neither a process nor a thread is started yet.
 
@@ -155,6 +157,7 @@ def make_scorer(
         hosts: `reward.judge_hosts`.
         first_report: whether no other process has reported a text. The traceback of an error is
             printed then only; the default knows of this process only.
+        pool_class: runs users' functions.
 
     Raises:
         CodeError, ValueError: a function does not exist, or can't be called.
@@ -164,7 +167,7 @@ def make_scorer(
         for entry in functions
         if is_code(entry["function"])
     ]
-    pool = ProcessPool(user_functions, files, limits, first_report)
+    pool = pool_class(user_functions, files, limits, first_report)
     function_numbers = count()  # positions in `user_functions`
     # Thread pools by their size; functions without a limit share the one of None.
     threads: dict[int | None, ThreadPoolExecutor] = {}

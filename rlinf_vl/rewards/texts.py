@@ -57,24 +57,24 @@ def with_truths(reference_texts: Sequence[str]) -> list[str]:
     return [*reference_texts, *(truths[text] for text in reference_texts if text in truths)]
 
 
-def exact(said: str, answer: str, answers: Any = None) -> bool:
+def exact(final_response: str, answer: str, answers: Any = None) -> bool:
     """Return whether the final answer equals a reference.
 
     Without a final answer (see `final_answer`) the whole reply is compared. Spaces at the ends,
     repeated spaces and the spelling of a minus sign are ignored. An empty reference equals nothing.
     """
-    final = final_answer(said)
+    final = final_answer(final_response)
     reference_keys = {_literal(text) for text in references(answer, answers)}
-    return _literal(said if final is None else final) in reference_keys - {""}
+    return _literal(final_response if final is None else final) in reference_keys - {""}
 
 
-def exact_alnum(said: str, answer: str, answers: Any = None) -> bool:
+def exact_alnum(final_response: str, answer: str, answers: Any = None) -> bool:
     """Return whether the final answer equals a reference, case and punctuation aside.
 
     `text_key` defines the comparison; punctuation beside digits counts.
     """
-    final = final_answer(said)
-    text = said if final is None else final
+    final = final_answer(final_response)
+    text = final_response if final is None else final
     if len(text) > MAX_TEXT_LENGTH:
         return False
     reference_texts = with_truths(references(answer, answers))
@@ -86,15 +86,17 @@ def _literal(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text.replace("−", "-")).split())
 
 
-def anls(said: str, answer: str, answers: Any = None, *, threshold: float = 0.5) -> float:
+def anls(final_response: str, answer: str, answers: Any = None, *, threshold: float = 0.5) -> float:
     """Return the Average Normalized Levenshtein Similarity (ANLS) of one answer, 0 to 1.
 
     It is the largest 1 − NL(reference, answer) over the references with NL < threshold, or 0. NL is
     the edit distance divided by the longer text's length, in lower case (Biten et al. 2019, "Scene
     Text Visual Question Answering", equation 1).
     """
-    final = final_answer(said)
-    answer_text = " ".join((said if final is None else final).lower().split())[:MAX_TEXT_LENGTH]
+    final = final_answer(final_response)
+    answer_text = " ".join((final_response if final is None else final).lower().split())[
+        :MAX_TEXT_LENGTH
+    ]
     best_similarity = 0.0
     for reference in references(answer, answers):
         reference_text = " ".join(reference.lower().split())[:MAX_TEXT_LENGTH]

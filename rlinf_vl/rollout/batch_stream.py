@@ -4,20 +4,24 @@ It imports neither torch nor an engine, so that a worker without them starts in 
 """
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-
-import ray
+from typing import NamedTuple, Protocol
 
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.types import GroupSummary, Reference
 
 #: Messages of one stream, after which the controller opens another, because Ray's records of a
 #: stream grow with its length.
 STREAM_MESSAGES = 1000
 
-#: (summary, reference to its group, or None if only the summary is wanted)
-StoredGroup = tuple[GroupSummary, ray.ObjectRef | None]
+
+class StoredGroup(NamedTuple):
+    """A group that a worker has finished; `reference` is None if only the summary is wanted."""
+
+    summary: GroupSummary
+    reference: Reference | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +40,22 @@ class BatchReport:
     failed: bool = False
 
 
-class BatchStream:
-    """The worker's side: `generate` answers a batch of tasks, and one stream reports on all."""
+class BatchStream(Protocol):
+    """A worker that answers batches of tasks by its `generate`; one stream reports on all."""
+
+    reports: asyncio.Queue[BatchReport]  # not yet sent by a stream
+    batch_errors: dict[int, Exception]
+    #: References, because asyncio itself keeps none to a running task.
+    batch_tasks: set[asyncio.Task[None]]
 
     def __init__(self) -> None:
-        self.reports: asyncio.Queue[BatchReport] = asyncio.Queue()  # not yet sent by a stream
-        self.batch_errors: dict[int, Exception] = {}
-        self.batch_tasks: set[asyncio.Task[None]] = set()
+        self.reports = asyncio.Queue()
+        self.batch_errors = {}
+        self.batch_tasks = set()
 
+    @abstractmethod
     def generate(self, tasks: Sequence[Task]) -> AsyncIterator[list[StoredGroup]]:
         """Answer tasks; yield the groups that have finished since the last ones."""
-        raise AssertionError("a worker answers tasks in its own way")
 
     async def enqueue_batch(self, batch: int, tasks: Sequence[Task]) -> None:
         """Begin to answer tasks. `stream_reports` yields their groups, with this batch's number.
@@ -65,16 +74,28 @@ class BatchStream:
             async for groups in self.generate(tasks):
                 self.reports.put_nowait(BatchReport(batch, groups))
         except Exception as error:
+            # Kept here: an error that a stream raised would end it for all other batches, too.
             self.batch_errors[batch] = error
         self.reports.put_nowait(BatchReport(batch, ended=True, failed=batch in self.batch_errors))
 
     async def stream_reports(self) -> AsyncIterator[list[BatchReport]]:
         """Report on all batches, as their groups finish. One caller at a time."""
         for _ in range(STREAM_MESSAGES):
-            reports = [await self.reports.get()]
-            while not self.reports.empty():
-                reports.append(self.reports.get_nowait())
-            yield reports
+            for message in await self._next_messages():
+                yield message
+
+    async def _next_messages(self) -> list[list[BatchReport]]:
+        """Wait for reports; return those with groups, and then those of batches that have ended.
+
+        A message is held at both ends, and by Ray, until the next one comes: groups in the last
+        message before a pause would stay in the object store when they have been released.
+        """
+        reports = [await self.reports.get()]
+        while not self.reports.empty():
+            reports.append(self.reports.get_nowait())
+        groups = [report for report in reports if report.groups]
+        ends = [report for report in reports if not report.groups]
+        return [message for message in (groups, ends) if message]
 
     async def raise_batch_error(self, batch: int) -> None:
         """Raise the error that ended a batch, so that it reaches the caller as any call's would."""

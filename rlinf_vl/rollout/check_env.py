@@ -5,54 +5,33 @@ It reports what breaks the contract of environments (exit code 1), and what the 
 
 import argparse
 import inspect
-import json
-import math
 import random
-import re
 import statistics
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-import yaml
 
-from rlinf_vl.code import CodeError
 from rlinf_vl.config import with_texts
-from rlinf_vl.data.dataset import ProblemDataset
-from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.sources import open_source
 from rlinf_vl.data.unusable import RowError, shorten
 from rlinf_vl.envs import Env, EnvMaker, StepResult
 from rlinf_vl.envs.registry import keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards import GradingError
-from rlinf_vl.rollout.calls import Calls, CallTimeout
-from rlinf_vl.rollout.observation import checked, observe
+from rlinf_vl.rollout.check_arguments import FORM_KEYS, parsed_overrides, problems_of
+from rlinf_vl.rollout.check_policies import policies_for
+from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
+from rlinf_vl.rollout.observation import observe, plain_result
 from rlinf_vl.rollout.row_check import without_reference
 from rlinf_vl.types import ROLES, Message, Problem
+from rlinf_vl.user_code import CodeError
 
-#: Answers that a policy may give, by kind; each is given in every turn of one episode.
-HOSTILE = {
-    "nothing": "",
-    "blanks": " \n\t ",
-    "100,000 characters": "word " * 20_000,
-    "control tokens": "<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>",
-    "JSON that breaks off": '<tool_call>\n{"name": "x", "arguments": {"a": [1, ',
-    "JSON of another form": '<tool_call>[1, null, {"name": 3, "arguments": "x"}]</tool_call>',
-    "numbers that are none": r"\boxed{NaN} \boxed{1e999} \boxed{} \boxed{",
-    "other scripts": "答案是四十二, الجواب ٤٢, ответ",
-    "odd characters": "\x00\x1b[2J\u202e\ufffd\u0301",
-    "braces and percent signs": "{} {0} {x!r} %s %(x)s ${a} {{",
-}
-RANDOM_EPISODES = 6  # per problem
-#: Share of random tool calls whose arguments have the right types.
-TYPED_SHARE = 0.75
 MAX_PROBLEMS = 4
 MAX_TURNS = 100
 #: No episode begins after so many seconds, or so many calls that hung.
@@ -122,29 +101,18 @@ class Check:
     tool_calls: dict[str, ToolCount] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    @cached_property
-    def calls(self) -> Calls:
-        return Calls(self.limit_s)
+    def __post_init__(self) -> None:
+        self._executor = ThreadExecutor(self.limit_s)
 
     def play(self, problems: Sequence[Problem]) -> None:
         """Play all episodes of each problem."""
+        # A fixed seed: a check that has failed fails again.
         start_time, rng = time.monotonic(), random.Random(0)
         for problem in problems:
             self.check_seeds(problem)
             self.check_closing(problem)
-            # (kind, function from an observation's text to an answer)
-            policies: list[tuple[str, Callable[[str], str]]] = [
-                (kind, lambda _, answer=answer: answer) for kind, answer in HOSTILE.items()
-            ]
-            reference = rf"\boxed{{{problem.answer}}}"
-            policies.append(("the reference answer", lambda _, answer=reference: answer))
-            for _ in range(RANDOM_EPISODES):
-                policies.append(
-                    ("words of its own messages", lambda text: random_answer(text, rng))
-                )
-            for _ in range(RANDOM_EPISODES // 2):
-                policies.append(("calls of its own tools", lambda text: random_call(text, rng)))
-            for kind, policy in policies:
+            # An environment that hangs in every call would take hours, and leave a thread each time.
+            for kind, policy in policies_for(problem, rng):
                 if self.hung >= MAX_HUNG_CALLS or time.monotonic() - start_time > MAX_SECONDS:
                     self.notes.append(
                         f"stopped after {MAX_HUNG_CALLS} calls that hung, or {MAX_SECONDS:.0f} s"
@@ -167,7 +135,7 @@ class Check:
             policy: returns an answer to the text of the first and the last observation.
         """
         try:
-            env = self.call("the constructor", self.make, problem, seed, seed)
+            env = self.call("the constructor", partial(self.make, problem, seed, seed))
             try:
                 start_text = self.start(env, problem)
                 last_text = start_text
@@ -209,7 +177,7 @@ class Check:
     def step_after_done(self, env: Env) -> None:
         """Check that an episode that is done stays done; raising is fine, too."""
         try:
-            result = self.call("step after done", env.step, "again")
+            result = self.call("step after done", partial(env.step, "again"))
         except Exception:
             return
         if isinstance(result, StepResult) and not result.done:
@@ -221,7 +189,7 @@ class Check:
         """Start the environment; return the text of its messages, or None if that fails."""
         try:
             return self.messages(
-                self.call("start(problem)", env.start, problem), problem, "start(problem)"
+                self.call("start(problem)", partial(env.start, problem)), problem, "start(problem)"
             )
         except Exception as error:
             return self.add_error("start(problem)", error)
@@ -230,7 +198,7 @@ class Check:
         """Take a step and check its result; return None if the episode can't go on."""
         where = f"step with {kind}"
         try:
-            result = self.call("step(response)", env.step, answer)
+            result = self.call("step(response)", partial(env.step, answer))
         except GradingError:
             # No verdict: a run gives it the reward of a wrong answer.
             return StepResult((), 0.0, True)
@@ -254,7 +222,7 @@ class Check:
         if not isinstance(result.done, (bool, np.bool_)):
             self.add_problem(f"step gave done={result.done!r}: it must be True or False", where)
         try:
-            info = checked(result).info
+            info = plain_result(result).info
             self.named.update(f"metric {name}" for name in info["metrics"])
             self.named.update(f"reward part {name}" for name in info["reward_parts"])
             for tool_call in result.info.get("tool_calls", ()):
@@ -297,11 +265,12 @@ class Check:
     def check_seeds(self, problem: Problem) -> None:
         """Compare the starts of episodes with equal seeds, another seed, and another group seed."""
         starts = []
+        # Twice the same seeds, then another episode of that group, then another group.
         for seed, group_seed in ((1, 2), (1, 2), (3, 2), (1, 4)):
             try:
-                env = self.call("the constructor", self.make, problem, seed, group_seed)
+                env = self.call("the constructor", partial(self.make, problem, seed, group_seed))
                 try:
-                    messages = list(self.call("start(problem)", env.start, problem))
+                    messages = list(self.call("start(problem)", partial(env.start, problem)))
                     images = [image.hash for image in observe(messages, problem).images]
                     texts = [(message["role"], list(_texts(message))) for message in messages]
                     starts.append((images, texts))
@@ -329,11 +298,12 @@ class Check:
 
     def check_closing(self, problem: Problem) -> None:
         """Close an environment without a start, and another one twice; neither may raise."""
+        # A player closes environments whose start failed, and some again after a time limit.
         for case in ("without start", "a second time"):
             try:
-                env = self.call("the constructor", self.make, problem, 0, 0)
+                env = self.call("the constructor", partial(self.make, problem, 0, 0))
                 if case == "a second time":
-                    self.call("start(problem)", env.start, problem)
+                    self.call("start(problem)", partial(env.start, problem))
                     self.call("close()", env.close)
             except Exception:  # the episodes report it
                 return
@@ -360,13 +330,13 @@ class Check:
                 f"{method} raised {raised} {line}", where, f"{method} {type(error)} {line}"
             )
 
-    def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, name: str, function: Callable[[], Any]) -> Any:
         """Call a function or coroutine function with the time limit, and return its result.
 
         Raises:
             Hung: it exceeded the limit, which is recorded as a problem.
         """
-        start_time, call = time.monotonic(), self.calls.begin(function, *arguments)
+        start_time, call = time.monotonic(), self._executor.begin(function)
         try:
             return call.result(self.limit_s)
         except (TimeoutError, CallTimeout) as error:
@@ -437,99 +407,6 @@ def _texts(message: Any) -> Iterator[str]:
             )
 
 
-def random_answer(text: str, rng: random.Random) -> str:
-    """Return a few words of an observation's text, perhaps boxed, or a tool call, or a number.
-
-    Sooner or later these are the name of an action or a tool.
-    """
-    words = re.findall(r"\w+", text) or ["go"]
-    word, number = rng.choice(words), rng.randint(-9, 99)
-    several = " ".join(rng.choices(words, k=rng.randint(1, 8)))
-    return rng.choice([word, rf"\boxed{{{word}}}", several, random_call(text, rng), str(number)])
-
-
-def tool_schemas(text: str) -> list[dict[str, Any]]:
-    """Return the functions whose JSON schemas a text contains: name, description, parameters."""
-    functions: list[dict[str, Any]] = []
-    for start in re.finditer(r'\{"type": ?"function"', text):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(text, start.start())
-        except ValueError:
-            continue
-        function = schema.get("function")
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            functions.append(function)
-    return functions
-
-
-def typed_call(function: Mapping[str, Any], rng: random.Random) -> str:
-    """Return a tool call with arguments of the right types, optional ones in half the calls."""
-    parameters = function.get("parameters") or {}
-    required = parameters.get("required", ())
-    arguments = {
-        name: typed_value(schema, rng)
-        for name, schema in parameters.get("properties", {}).items()
-        if name in required or rng.random() < 0.5
-    }
-    return f"<tool_call>\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
-
-
-def typed_value(schema: Mapping[str, Any], rng: random.Random) -> Any:
-    """Return a random value of a JSON schema's type.
-
-    Numbers in a list are sorted, as the corners of a box must be.
-    """
-    if schema.get("enum"):
-        return rng.choice(schema["enum"])
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if choices:
-        return typed_value(rng.choice(choices), rng)
-    kind = schema.get("type", "string")
-    kind = rng.choice(kind) if isinstance(kind, list) else kind
-    low, high = schema.get("minimum", 0), schema.get("maximum", rng.choice([1, 10, 100]))
-    match kind:
-        case "integer":
-            return rng.randint(math.ceil(low), max(math.ceil(low), math.floor(high)))
-        case "number":
-            return round(rng.uniform(low, max(low, high)), 3)
-        case "boolean":
-            return rng.random() < 0.5
-        case "null":
-            return None
-        case "array":
-            length = rng.choice([1, 2, 4, 4])
-            length = min(max(length, schema.get("minItems", 0)), schema.get("maxItems", length))
-            if isinstance(items := schema.get("prefixItems"), list):
-                return [typed_value(item, rng) for item in items]
-            item_schema = schema.get("items") or {"type": "integer"}
-            values = [typed_value(item_schema, rng) for _ in range(length)]
-            is_numeric = item_schema.get("type") in ("integer", "number")
-            return sorted(values) if is_numeric else values
-        case "object":
-            properties = schema.get("properties", {})
-            return {name: typed_value(inner, rng) for name, inner in properties.items()}
-    return rng.choice(["x", "1 + 2", "left", "0", "the picture"])
-
-
-def random_call(text: str, rng: random.Random) -> str:
-    """Return a call of a tool whose JSON schema is in an observation's text.
-
-    Mostly the arguments have the right types; otherwise names and arguments are random.
-    """
-    functions = tool_schemas(text)
-    if functions and rng.random() < TYPED_SHARE:
-        return typed_call(rng.choice(functions), rng)
-    words = re.findall(r"\w+", text) or ["go"]
-    tools = re.findall(r'"name": ?"(\w+)"', text) or words
-    keys = re.findall(r'"(\w+)": ?{"type"', text) or words
-    arguments: dict[str, Any] = {}
-    for key in rng.sample(keys, min(len(keys), rng.randint(0, 4))):
-        arguments[key] = rng.choice(
-            [rng.randint(-9, 99), rng.random(), rng.choice(words), [1, 2], None]
-        )
-    return f"<tool_call>\n{json.dumps({'name': rng.choice(tools), 'arguments': arguments})}\n</tool_call>"
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Check an environment; return 0 if nothing breaks the contract, else 1.
 
@@ -562,41 +439,6 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if check.problems else 0
 
 
-#: Keys of `data` that define how a row is read.
-FORM_KEYS = {key.name for key in fields(RowFormat)}
-
-
-def parsed_overrides(
-    overrides: Sequence[str], meaning: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse arguments `key=value`.
-
-    Args:
-        meaning: says in an error what a key is.
-
-    Returns:
-        (keywords, the keys of `data.*` without "data.").
-
-    Raises:
-        ConfigError: an argument has another form.
-    """
-    kwargs: dict[str, Any] = {}
-    form: dict[str, Any] = {}
-    for text in overrides:
-        name, equals, value = text.partition("=")
-        try:
-            parsed_value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{text!r}: its value is not YAML: {error}") from error
-        if not equals:
-            raise ConfigError(f"{text!r}: write key=value, {meaning}")
-        if name.startswith("data."):
-            form[name.removeprefix("data.")] = parsed_value
-        else:
-            kwargs[name] = parsed_value
-    return kwargs, form
-
-
 def _contains_answer(problem: Problem, response: str) -> bool:
     """Return whether a response contains the problem's answer.
 
@@ -606,19 +448,3 @@ def _contains_answer(problem: Problem, response: str) -> bool:
     if not problem.answer:
         raise ValueError(without_reference("the environment", problem))
     return problem.answer in response
-
-
-def problems_of(path: str, form: dict[str, Any], limit: int) -> list[Problem]:
-    """Return the first `limit` rows of a data set."""
-    try:
-        columns = open_source(path, "train").rows.column_names
-        row_format = RowFormat(**form)
-        if row_format.for_columns(columns).format == "rlinf":
-            # Unlike a run, a check reads rows without images.
-            form.setdefault(
-                "image_keys", [name for name in row_format.image_keys if name in columns]
-            )
-        dataset = ProblemDataset([path], "train", RowFormat(**form))
-    except ValueError as error:
-        raise ConfigError(f"--data: {error}") from error
-    return [dataset[row] for row in range(min(limit, len(dataset)))]

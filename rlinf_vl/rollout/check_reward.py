@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
-from rlinf_vl.code import CodeError, is_code
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset, open_datasets
 from rlinf_vl.data.images import to_image_ref
@@ -30,9 +29,11 @@ from rlinf_vl.rewards.named import NAMED
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.rewards.scoring import Part, Scorer, make_scorer
-from rlinf_vl.rollout.check_env import FORM_KEYS, HOSTILE, parsed_overrides, problems_of
+from rlinf_vl.rollout.check_arguments import FORM_KEYS, parsed_overrides, problems_of
+from rlinf_vl.rollout.check_policies import HOSTILE
 from rlinf_vl.rollout.rehearsal import reference_of
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import CodeError, is_code
 
 #: Forms of a right answer, by kind.
 RIGHT_FORMS = {
@@ -168,6 +169,7 @@ class RewardCheck:
 
     def compare_group(self, problem: Problem) -> None:
         """Score answers in one group, and compare with their scores one by one."""
+        # Some functions compare the answers of a call, and some keep state between calls.
         kinds = list(answers_to(problem, ""))[:SIDE_BY_SIDE]
         texts = [answers_to(problem, "")[kind] for kind in kinds]
         outcomes = self.score(problem, texts, "a group")
@@ -284,6 +286,7 @@ def wrong_answer(right: str, other_reference: str) -> str:
     """
     if other_reference.strip() and other_reference != right:
         return other_reference
+    # As long and of the same kind, so that only its content can be what is graded.
     changed = right.translate(str.maketrans("0123456789ABCD", "9876012345BADC"))
     return changed if changed != right else f"no {right}"
 

@@ -19,13 +19,11 @@ from rlinf_vl.rollout.slot import Slot, W, WorkerDied
 from rlinf_vl.rollout.submission import (
     GroupArrived,
     GroupsResent,
+    QueuedTask,
     Submission,
     SubmissionEnded,
     Task,
 )
-
-#: Tasks in order, each with its submission.
-Work = Sequence[tuple[Submission, Task]]
 
 
 class Dispatcher(Generic[W]):
@@ -56,7 +54,7 @@ class Dispatcher(Generic[W]):
         self._quarantine = Quarantine(max_row_faults)
         self._lose, self._revive = lose, revive
         self._open: list[Submission] = []
-        self._unshared: list[tuple[Submission, Task]] = []  # tasks that wait for a worker to join
+        self._unshared: list[QueuedTask] = []  # tasks that wait for a worker to join
         self._queues_empty = False  # True: all slots' queues are empty; False: unknown
         self._holders: dict[str, Slot[W]] = {}  # group id → slot whose worker has it in memory
 
@@ -65,7 +63,9 @@ class Dispatcher(Generic[W]):
     def begin(self, submission: Submission, order: Sequence[Task]) -> None:
         """Open a submission and dispatch its tasks in this order."""
         self._open.append(submission)
-        self.share_out([(submission, self._quarantine.with_fault(task)) for task in order])
+        self.share_out(
+            [QueuedTask(submission, self._quarantine.with_fault(task)) for task in order]
+        )
         self._close_if_done(submission)
 
     def close(self, submission: Submission, error: BaseException | None = None) -> None:
@@ -75,7 +75,7 @@ class Dispatcher(Generic[W]):
         self._open.remove(submission)
         submission.ended = time.monotonic()
         submission.events.put(SubmissionEnded(error))
-        self._unshared = [entry for entry in self._unshared if entry[0] is not submission]
+        self._unshared = [entry for entry in self._unshared if entry.submission is not submission]
         for slot in self.slots:
             unanswered = slot.forget_submission(submission)
             if unanswered:
@@ -99,11 +99,15 @@ class Dispatcher(Generic[W]):
             submission.cancelled |= cancelled
             removed = {(submission, group_id) for group_id in cancelled}
             self._unshared = [
-                (s, task) for s, task in self._unshared if (s, task.group_id) not in removed
+                entry
+                for entry in self._unshared
+                if (entry.submission, entry.task.group_id) not in removed
             ]
             for slot in self.slots:
                 slot.queue = deque(
-                    (s, task) for s, task in slot.queue if (s, task.group_id) not in removed
+                    entry
+                    for entry in slot.queue
+                    if (entry.submission, entry.task.group_id) not in removed
                 )
                 unanswered = [
                     group_id for group_id in cancelled if slot.forget_group(submission, group_id)
@@ -170,7 +174,8 @@ class Dispatcher(Generic[W]):
             submission.arrived -= resent
             # `extendleft` reverses, so the tasks come first in the queue and in their old order.
             queue_entries = (
-                (submission, self._quarantine.with_fault(task)) for task in reversed(tasks.values())
+                QueuedTask(submission, self._quarantine.with_fault(task))
+                for task in reversed(tasks.values())
             )
             slot.queue.extendleft(queue_entries)
         self._queues_empty = False
@@ -180,7 +185,7 @@ class Dispatcher(Generic[W]):
         slot.forget_all()
         return n_lost
 
-    def share_out(self, work: Work) -> None:
+    def share_out(self, work: Sequence[QueuedTask]) -> None:
         """Distribute work among the slots, in order; without slots it waits for one to join."""
         share = -(-len(work) // max(1, len(self.slots)))  # rounded up
         for i, slot in enumerate(list(self.slots)):
@@ -214,7 +219,7 @@ class Dispatcher(Generic[W]):
 
     # --- streams ----------------------------------------------------------------------------------
 
-    def _send(self, slot: Slot[W], queue: deque[tuple[Submission, Task]]) -> None:
+    def _send(self, slot: Slot[W], queue: deque[QueuedTask]) -> None:
         """Send a worker the first tasks of a queue, those of each submission as one batch."""
         if not queue or (self._max_running is None and slot.streams):
             return

@@ -30,10 +30,13 @@ class Observation:
 
     Attributes:
         images: the images in the order of their parts.
+        tools: OpenAI's descriptions of functions, for the chat template; a conversation's first
+            observation has them.
     """
 
     messages: tuple[Message, ...]
     images: tuple[ImageRef, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 def observe(
@@ -71,7 +74,7 @@ def observe(
                 raise ImageError(PROMPT_UNUSABLE, f"{value} is no image of the problem")
             image = problem_images[value]
         elif isinstance(value, np.ndarray):
-            image = _image_of_array(value)
+            image = image_of_array(value)
         else:
             image = to_image_ref(value, root=None)
         images.append(corrupted_images(image) if corrupted_images else image)
@@ -86,7 +89,7 @@ def observe(
     return Observation(plain_messages, tuple(images))
 
 
-def checked(result: StepResult) -> StepResult:
+def plain_result(result: StepResult) -> StepResult:
     """Check a step's result, and return it with plain types.
 
     The returned reward is a finite float. The returned `info` has the keys of which a trajectory
@@ -96,6 +99,7 @@ def checked(result: StepResult) -> StepResult:
     Raises:
         Exception: a value is of another type, or a number is not finite.
     """
+    # Users write numpy's numbers and flags, which no JSON and no comparison of types knows.
     info: Mapping[str, Any] = result.info
     reward_parts = _floats(info.get("reward_parts", {}))
     metrics = _floats(info.get("metrics", {}))
@@ -107,6 +111,7 @@ def checked(result: StepResult) -> StepResult:
         raise TypeError(f"it gave the state {info['state']!r}, which is no string")
     if not isinstance(info.get("answer"), str | None):
         raise TypeError(f"it gave the answer {info['answer']!r}, which is no string")
+    # Those two only: whatever else an environment says of a turn nobody reads.
     facts = {name: info[name] for name in ("tool_calls", "state") if name in info}
     plain_info = {
         "reward_parts": reward_parts,
@@ -122,7 +127,7 @@ def _floats(numbers: Any) -> dict[str, float]:
     return {str(name): float(value) for name, value in dict(numbers).items()}
 
 
-def _image_of_array(pixels: np.ndarray) -> ImageRef:
+def image_of_array(pixels: np.ndarray) -> ImageRef:
     """Encode an array, uint8 [H, W, 3] for example, as a PNG.
 
     Small ones are cached: games draw small images, and often the same ones.

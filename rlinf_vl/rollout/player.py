@@ -1,5 +1,11 @@
 """Plays episodes: the engine answers, the environment replies, until the trajectory is complete.
 
+A group is started (`start_group`), its first requests are submitted (`submit_first_requests`) and
+its episodes are played side by side (`play_group`). `Player._play_turns` is the turn loop: receive
+a reply, take a step of the environment, build and submit the next request. An episode's
+`RolloutState` goes through its hands: `GenerationClient` asks the engine, `EnvExecutor` runs the
+environment, `RequestBuilder` builds requests.
+
 No Ray. Invariants:
 - An error is data: if a row, image, engine request or environment fails, the trajectory ends,
   carries the reason, is counted and never trained on. Only `EngineDied` is raised. A response that
@@ -11,41 +17,39 @@ No Ray. Invariants:
 """
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rlinf_vl.data.corruption import Corruption, Shown
-from rlinf_vl.data.unusable import TRAJECTORY_TOO_LONG, ImageError, RowError, kind_and_reason
-from rlinf_vl.engines.base import Engine, EngineDied
+from rlinf_vl.data.unusable import TRAJECTORY_TOO_LONG, ImageError, RowError
 from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.envs.registry import SINGLE
-from rlinf_vl.models.processing import Processor
+from rlinf_vl.errors import never_reported
 from rlinf_vl.observe.spans import span
 from rlinf_vl.rewards import GradingError
-from rlinf_vl.rewards.scoring import Answer, Score
-from rlinf_vl.rollout.answers import Answers, RolloutFault
-from rlinf_vl.rollout.busy import BusyTime
-from rlinf_vl.rollout.calls import Calls, CallTimeout, Places, Stage, described
-from rlinf_vl.rollout.episode import Episode, Opening, Played
-from rlinf_vl.rollout.fault_log import FaultLog
-from rlinf_vl.rollout.inbox import done
-from rlinf_vl.rollout.observation import Observation, checked, observe
-from rlinf_vl.rollout.prompts import Following, Prompts, TooLong, row_error
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.thoughts import ThoughtBudget
+from rlinf_vl.rollout.env_executor import (
+    CallTimeout,
+    EnvExecutor,
+    EnvHandle,
+    ThreadExecutor,
+)
+from rlinf_vl.rollout.env_processes import ProcessEnvMaker
+from rlinf_vl.rollout.faults import RolloutFault, error_text
+from rlinf_vl.rollout.generation_client import GenerationClient
+from rlinf_vl.rollout.group_player import EpisodeSettings, GroupPlayer, ScoreAnswers
+from rlinf_vl.rollout.loop_bridge import wait_done
+from rlinf_vl.rollout.observation import Observation, observe, plain_result
+from rlinf_vl.rollout.request_builder import NextRequest, RequestBuilder, TooLong, row_error
+from rlinf_vl.rollout.rollout_state import RolloutGroup, RolloutState, by_first_observation
 from rlinf_vl.types import (
     ENVIRONMENT_FAULT,
     UNGRADABLE,
-    Group,
     Message,
     Problem,
     Request,
     SamplingParams,
-    Trajectory,
 )
 
 log = logging.getLogger(__name__)
@@ -57,144 +61,102 @@ PATIENCE_S = 0.2
 CLOSE_S = 1.0
 
 
-class _SharedRequest(NamedTuple):
-    """A first request of a group, for all episodes that start with the same messages.
+class _Step(NamedTuple):
+    """The environment's answer to a reply.
 
     Attributes:
-        messages: the messages of the environment.
-        request_index: the index in `Opening.requests`.
-        visible: the observation as the request shows it, perhaps cut.
+        result: checked, with plain types.
+        next_request: None if the episode ends.
+        error: why there is no next request. It is raised once the result is recorded.
     """
 
-    messages: Sequence[Message]
-    request_index: int
-    visible: Observation
+    result: StepResult
+    next_request: NextRequest | None = None
+    error: Exception | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Player:
-    """Plays groups of episodes with one engine.
+class Player(GroupPlayer):
+    """Plays groups of episodes of environments.
 
     Attributes:
+        builder: builds the requests.
         make_env: (problem, seed, group_seed) → a new environment.
-        seq_length: limit on the tokens of an episode.
-        max_prompt_length: limit on the tokens of an episode's first prompt.
-        reward_min: reward of an episode whose response can't be graded, or that is penalized.
-        return_logprobs: whether trajectories have the engine's logprobs.
-        alive_timeout_s, thought_budget: as in `Answers`.
-        max_turns: limit on the answers of an episode.
-        max_concurrent: limit on the episodes at a time. A group acquires the places for all its
-            members at once.
-        turn_timeout_s: limit on a call of an environment.
-        episode_timeout_s: limit on an episode, from its start to its end.
-        overlong: `data.overlong`: whether a prompt beyond `max_prompt_length`, or an observation
-            that leaves no room for an answer, is dropped, cut or an error.
-        penalize_faults: whether an episode whose environment failed is trained on with
-            `reward_min` (`rollout.faults`). Otherwise, and in groups that are not trained on, it
-            is an error.
-        score: computes the scores of a group's answers, of those that environments leave to the
-            run's reward functions.
-        first_report: as in `FaultLog`.
+        executor: runs the calls of all environments.
     """
 
-    engine: Engine
-    renderer: Renderer
-    processor: Processor
-    make_env: EnvMaker
-    seq_length: int
-    max_prompt_length: int
-    reward_min: float
-    return_logprobs: bool
-    alive_timeout_s: float
-    max_turns: int | None = None
-    max_concurrent: int | None = None
-    turn_timeout_s: float = 60.0
-    episode_timeout_s: float | None = None
-    thought_budget: ThoughtBudget | None = None
-    overlong: str = "drop"
-    penalize_faults: bool = False
-    score: Callable[[Problem, Sequence[Answer]], Awaitable[Sequence[Score]]] | None = None
-    first_report: Callable[[str], bool] = lambda text: True
+    def __init__(
+        self,
+        client: GenerationClient,
+        builder: RequestBuilder,
+        make_env: EnvMaker | ProcessEnvMaker,
+        settings: EpisodeSettings,
+        score_answers: ScoreAnswers | None = None,
+        first_report: Callable[[str], bool] = never_reported,
+        executor: EnvExecutor | None = None,
+    ) -> None:
+        """
+        Args:
+            score_answers: None if every environment scores its answers itself.
+            first_report: as in `FaultLog`.
+            executor: None for threads, with the limits of `settings`.
+        """
+        super().__init__(client, settings, score_answers, first_report)
+        self.builder = builder
+        self.make_env = make_env
+        self.executor = executor or ThreadExecutor(settings.call_timeout_s)
 
-    @cached_property
-    def calls(self) -> Calls:
-        return Calls(min(self.turn_timeout_s, self.episode_timeout_s or self.turn_timeout_s))
-
-    @cached_property
-    def _answers(self) -> Answers:
-        return Answers(
-            self.engine, self.renderer, self.processor, self.alive_timeout_s, self.thought_budget
-        )
+    def close(self) -> None:
+        """End the processes of environments, which are closed with their episodes."""
+        if isinstance(self.make_env, ProcessEnvMaker):
+            self.make_env.close()
 
     @property
-    def busy(self) -> BusyTime:
-        return self._answers.busy
+    def hung(self) -> int:
+        return self.executor.hung
 
-    @cached_property
-    def prompts(self) -> Prompts:
-        return Prompts(
-            self.renderer,
-            self.processor.image_token_id,
-            self.seq_length,
-            self.max_prompt_length,
-            self.overlong,
-        )
-
-    @cached_property
-    def _places(self) -> Places:
-        return Places(self.max_concurrent)
-
-    @cached_property
-    def _faults(self) -> FaultLog:
-        return FaultLog(self.first_report)
-
-    @cached_property
-    def _session_numbers(self) -> "itertools.count[int]":
-        return itertools.count()
-
-    async def open(
+    async def start_group(
         self,
         problem: Problem,
         seeds: Sequence[int],
         sampling: SamplingParams,
         group_seed: int = 0,
         corruption: Corruption | None = None,
-        patience_s: float | None = PATIENCE_S,
         trained: bool = True,
-    ) -> Opening:
+        patience_s: float | None = PATIENCE_S,
+    ) -> RolloutGroup:
         """Start an environment per seed, and build the requests for the first answers.
 
-        Episodes that start too late get their own request when they are played (`play`).
+        Episodes that start too late get their own request when they are played (`play_group`).
         Cancelling this closes the environments.
 
         Args:
             corruption: as in `Task`.
             patience_s: as `PATIENCE_S`; None waits for all environments.
-            trained: as in `Opening`.
+            trained: as in `RolloutGroup`.
         """
         single = self.make_env.name_of(problem) == SINGLE
         # Only an episode of several requests needs a session.
-        has_session = self.max_turns != 1 and not single or self.thought_budget is not None
-        sessions = [
-            f"{problem.id}#{next(self._session_numbers)}" if has_session else "" for _ in seeds
-        ]
-        episodes = list(map(Episode, seeds, [group_seed] * len(seeds), sessions))
-        opening = Opening(problem, sampling, episodes, trained=trained)
+        has_session = self.settings.max_turns != 1 and not single or self.client.budget is not None
+        episodes: list[RolloutState] = []
+        for seed in seeds:
+            session = f"{problem.id}#{next(self._session_numbers)}" if has_session else ""
+            episodes.append(RolloutState(problem, seed, group_seed, session))
+        group = RolloutGroup(problem, sampling, episodes, trained=trained)
         if corruption is not None:
-            opening.corrupted_images = Shown(corruption, group_seed)
-            for episode in opening.episodes[len(seeds) - corruption.samples(len(seeds)) :]:
-                episode.corrupted_images = opening.corrupted_images
-        # A group larger than the limit starts as many as may run; the others wait for places.
-        together = opening.episodes[: self.max_concurrent]
-        await self._places.acquire(len(together))
+            group.corrupted_images = Shown(corruption, group_seed)
+            for episode in episodes[len(seeds) - corruption.samples(len(seeds)) :]:
+                episode.corrupted_images = group.corrupted_images
+        # A group larger than the limit starts as many as may run; the others wait for permits.
+        together = episodes[: self.settings.max_concurrent]
+        await self._permits.acquire(len(together))
         loop = asyncio.get_running_loop()
         start_time = loop.time()
         # The single-turn environment never blocks, but corrupting images takes a while.
-        calls = None if single and corruption is None else self.calls
-        for episode in opening.episodes:
-            episode.stage = Stage(calls)
+        executor = None if single and corruption is None else self.executor
+        for episode in episodes:
+            episode.env = EnvHandle(executor)
             episode.start_time = start_time if episode in together else None
-            episode.starting = asyncio.create_task(self._start(episode, problem))
+            episode.starting = asyncio.create_task(self._start_env(episode))
         try:
             starting = [episode.starting for episode in together if episode.starting]
             if patience_s is not None:
@@ -202,188 +164,102 @@ class Player:
                 patience_s = max(patience_s, loop.time() - start_time)
             await asyncio.wait(starting, timeout=patience_s)
             started = [e for e in together if e.starting and e.starting.done()]
-            await asyncio.to_thread(self._add_first_requests, opening, started)
+            # In a thread: to render and encode a long prompt takes milliseconds.
+            await asyncio.to_thread(self._add_first_requests, group, started)
         except asyncio.CancelledError:
-            await self.close(opening)
+            await self.close_group(group)
             raise
-        return opening
+        return group
 
-    async def close(self, opening: Opening) -> None:
-        """Close the environments of a group that are still open."""
-        await asyncio.gather(*map(self._end, opening.episodes))
-
-    def submit(self, openings: Sequence[Opening]) -> None:
+    def submit_first_requests(self, groups: Sequence[RolloutGroup]) -> None:
         """Send the first requests of these groups to the engine, in one batch and in order.
 
         Raises:
             EngineDied.
         """
-        answers = iter(
-            self._answers.ask([request for opening in openings for request in opening.requests])
-        )
-        for opening in openings:
-            opening.answers += [next(answers) for _ in opening.requests]
+        shared = [entry for group in groups for entry in group.first_requests]
+        completions = self.client.submit([request for request, _ in shared])
+        for (_, episodes), completion in zip(shared, completions, strict=True):
+            for episode in episodes:
+                episode.completion = completion
 
-    async def play(self, group_id: str, opening: Opening) -> Group:
-        """Play the episodes of a group whose first requests are submitted; return the group.
+    async def _wait_for_start(self, episode: RolloutState) -> None:
+        if episode.starting is not None:
+            await episode.starting
 
-        Raises:
-            EngineDied: all episodes end.
-        """
-        plays = [
-            asyncio.ensure_future(self._episode(opening, episode)) for episode in opening.episodes
-        ]
-        try:
-            played = await asyncio.gather(*plays)
-            to_score = [p for p in played if p.fault is None and p.answer_to_score is not None]
-            await self._score(opening.problem, to_score)
-        finally:
-            for future in (*plays, *opening.answers):
-                future.cancel()
-            await asyncio.gather(*plays, return_exceptions=True)
-        trajectories: list[Trajectory] = []
-        for episode, episode_played in zip(opening.episodes, played, strict=True):
-            trajectory = episode_played.trajectory(self.return_logprobs, self.reward_min)
-            corrupted_images = episode.corrupted_images
-            # Trained on the original images, whatever the policy saw.
-            trajectories.append(
-                corrupted_images.undone(trajectory) if corrupted_images else trajectory
-            )
-        # The prefix that all sequences share lies within the first prompts.
-        sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-        lengths = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
-        for sequence in sequences[1:]:
-            lengths.append(sequences[0].shared_length(sequence, self.processor.image_token_id))
-        problem = opening.problem
-        return Group(
-            group_id,
-            problem.id,
-            min(lengths, default=0),
-            tuple(trajectories),
-            problem.answer,
-            opening.corrupted_images.by_hash if opening.corrupted_images else {},
-            problem.labels,
-        )
-
-    async def _score(self, problem: Problem, played: Sequence[Played]) -> None:
-        """Score the answers that environments have left to the run's reward functions."""
-        if not played:
-            return
-        assert self.score is not None, (
-            "an environment leaves its answer to reward functions, and there are none"
-        )
-        answers = [p.scorable_answer(self.processor) for p in played]
-        for trajectory, score in zip(played, await self.score(problem, answers), strict=True):
-            for reason in score.ungraded:
-                log.info("%s: no verdict, which scores 0: %s", problem.id, reason)
-            if score.fault is not None:
-                trajectory.fault = f"{ENVIRONMENT_FAULT}: the reward function {score.fault}"
-                log.warning("%s: %s", problem.id, trajectory.fault)
-            trajectory.add_score(score)
-
-    async def _episode(self, opening: Opening, episode: Episode) -> Played:
-        """Play one episode to its end, within its time limit; a failure is recorded in it."""
-        played = Played()
-        try:
-            if episode.starting is not None:
-                await episode.starting
-            deadline = None
-            if self.episode_timeout_s is not None:
-                deadline = (episode.start_time or 0.0) + self.episode_timeout_s
-            limit = asyncio.timeout_at(deadline)
-            try:
-                async with limit:
-                    await self._turns(opening, episode, played)
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise
-                reason = f"was not done within rollout.episode_timeout={self.episode_timeout_s:g} s"
-                raise self._fault(opening.problem, reason) from error
-        except EngineDied:
-            raise
-        except Exception as error:
-            if isinstance(error, CallTimeout):
-                error = self._fault(
-                    opening.problem, f"did not answer within {self.calls.timeout_s:g} s"
-                )
-            self._faults.add(opening.problem.id, error)
-            played.fault = (
-                str(error) if isinstance(error, RolloutFault) else ": ".join(kind_and_reason(error))
-            )
-            environment_failed = played.fault.startswith(f"{ENVIRONMENT_FAULT}: ")
-            # Without a turn there is no token to train on.
-            can_train = opening.trained and environment_failed and bool(played.turns)
-            played.penalized = self.penalize_faults and can_train
-        finally:
-            await self._end(episode)
-        return played
-
-    async def _turns(self, opening: Opening, episode: Episode, played: Played) -> None:
+    async def _play_turns(self, group: RolloutGroup, episode: RolloutState) -> None:
         """Play turns until the environment is done or the trajectory has no room for an answer."""
-        problem = opening.problem
         if episode.error is not None:
             raise episode.error
-        assert episode.stage is not None and episode.starting is not None
-        start = episode.starting.result()
-        if episode.request_index is None:  # it started too late to share a request
-            request, episode.first_observation = await asyncio.to_thread(
-                self._first_request, problem, start, opening.sampling
+        assert episode.starting is not None
+        first_observation = episode.starting.result()
+        if episode.request is None:  # it started too late to share a request
+            request, visible = await asyncio.to_thread(
+                self._first_request, group, first_observation
             )
-            sessions = (episode.session,) if episode.session else ()
-            request = replace(request, seeds=(episode.seed,), sessions=sessions)
-            (answer,), sample_index = self._answers.ask([request]), 0
-        else:
-            request, sample_index = opening.requests[episode.request_index], episode.sample_index
+            group.share_request(request, visible, [episode])
+            self._submit(episode)
+        elif episode.completion is not None:
             # Shielded from this episode's end, because other episodes wait for the same answer.
-            answer = asyncio.shield(opening.answers[episode.request_index])
+            episode.completion = asyncio.shield(episode.completion)
         assert episode.first_observation is not None
-        played.cuts = int(episode.first_observation.messages != start.messages)
+        episode.cuts = int(episode.first_observation.messages != first_observation.messages)
         while True:
-            try:
-                reply = await self._answers.draw(episode, played, request, answer, sample_index)
-            except (RowError, ImageError) as error:
-                # An unusable image of the row is the row's fault; any other is the environment's.
-                if {image.hash for image in request.images} <= {
-                    image.hash for image in problem.images
-                }:
-                    raise
-                raise self._fault(problem, f"shows an image that can't be used: {error}") from error
-            result, following = await self._step(episode, reply, problem, played, request)
-            played.add_result(result)
+            reply = await self._receive_reply(episode)
+            result, next_request, error = await self._step(episode, reply)
+            episode.add_result(result)
             if result.done:
                 return
-            if isinstance(following, Exception):
-                raise following
-            if following is None:
+            if error is not None:
+                raise error
+            if next_request is None:
                 break
-            played.observations.append(following.observation)
-            played.cuts += following.cut
-            request, sample_index = following.request, 0
-            if request.sampling.max_new_tokens < 1:
+            episode.observations.append(next_request.observation)
+            episode.cuts += next_request.is_cut
+            if next_request.request.sampling.max_new_tokens < 1:
                 break
-            (answer,) = self._answers.ask([request])
-        played.status = "length"
+            episode.request, episode.sample_index = next_request.request, 0
+            self._submit(episode)
+        episode.status = "length"
 
-    async def _start(self, episode: Episode, problem: Problem) -> Observation:
-        """Make the environment, once there is a place for it, and return its first observation."""
-        if episode.start_time is None:
-            await self._places.acquire(1)
-            episode.start_time = asyncio.get_running_loop().time()
-        assert episode.stage is not None
-        first_observation = partial(self._observe_start, problem, episode.corrupted_images)
+    def _submit(self, episode: RolloutState) -> None:
+        """Submit an episode's request, which it shares with no other."""
+        assert episode.request is not None
+        (episode.completion,) = self.client.submit([episode.request])
+
+    async def _receive_reply(self, episode: RolloutState) -> str:
+        """Receive the reply of the current turn, with errors that name whose fault they are."""
         try:
-            await episode.stage.make(
-                lambda: self.make_env(problem, episode.seed, episode.group_seed)
-            )
-            return await episode.stage.ask("start", problem, first_observation)
+            return await self.client.receive_reply(episode)
+        except (RowError, ImageError) as error:
+            assert episode.request is not None
+            row_images = {image.hash for image in episode.problem.images}
+            # An unusable image of the row is the row's fault; any other is the environment's.
+            if {image.hash for image in episode.request.images} <= row_images:
+                raise
+            raise self._fault(
+                episode.problem, f"shows an image that can't be used: {error}"
+            ) from error
+
+    async def _start_env(self, episode: RolloutState) -> Observation:
+        """Make the environment, once there is a permit, and return its first observation."""
+        if episode.start_time is None:
+            await self._permits.acquire(1)
+            episode.start_time = asyncio.get_running_loop().time()
+        assert episode.env is not None
+        problem = episode.problem
+        to_observation = partial(self._observe_start, problem, episode.corrupted_images)
+        try:
+            await episode.env.make(lambda: self.make_env(problem, episode.seed, episode.group_seed))
+            return await episode.env.call("start", problem, to_observation)
         except CallTimeout as error:
             raise self._fault(
-                problem, f"did not start within {self.calls.timeout_s:g} s"
+                problem, f"did not start within {self.executor.timeout_s:g} s"
             ) from error
         except RowError:
             raise
         except Exception as error:
-            raise self._fault(problem, f"did not start: {described(error)}") from error
+            raise self._fault(problem, f"did not start: {error_text(error)}") from error
 
     def _observe_start(
         self, problem: Problem, corrupted_images: Shown | None, messages: Iterable[Message]
@@ -399,11 +275,12 @@ class Player:
             raise
 
     def _first_request(
-        self, problem: Problem, observation: Observation, sampling: SamplingParams
+        self, group: RolloutGroup, observation: Observation
     ) -> tuple[Request, Observation]:
         """Build the request for a first answer; return it and the observation that it shows."""
+        problem = group.problem
         try:
-            return self.prompts.first(observation, sampling)
+            return self.builder.first(observation, group.sampling)
         except Exception as error:  # of the chat template, the tokenizer or the image processor
             problem_error = row_error(problem, error)
             if observation.messages == problem.messages:
@@ -411,127 +288,90 @@ class Player:
             reason = f"began with messages that make no prompt: {problem_error.reason}"
             raise self._fault(problem, reason) from error
 
-    def _add_first_requests(self, opening: Opening, episodes: Sequence[Episode]) -> None:
+    def _add_first_requests(self, group: RolloutGroup, episodes: Sequence[RolloutState]) -> None:
         """Build the requests for the first answers of episodes, of those that have started.
 
         Episodes with the same first messages share a request, with a seed each.
         """
-        shared_requests: list[_SharedRequest] = []
-        for episode in episodes:
-            if (
-                episode.starting is None
-                or episode.starting.cancelled()
-                or episode.starting.exception()
-            ):
-                continue
-            observation = episode.starting.result()
+        for observation, sharers in by_first_observation(episodes):
             try:
-                equal = (
-                    shared for shared in shared_requests if shared.messages == observation.messages
-                )
-                shared_request = next(equal, None)
-                if shared_request is None:
-                    with span("prepare"):
-                        request, visible = self._first_request(
-                            opening.problem, observation, opening.sampling
-                        )
-                    shared_request = _SharedRequest(
-                        observation.messages, len(opening.requests), visible
-                    )
-                    opening.requests.append(request)
-                    shared_requests.append(shared_request)
+                with span("prepare"):
+                    request, visible = self._first_request(group, observation)
             except Exception as error:
-                episode.error = error
+                for episode in sharers:
+                    episode.error = error
                 continue
-            episode.first_observation = shared_request.visible
-            index = shared_request.request_index
-            request = opening.requests[index]
-            episode.request_index, episode.sample_index = index, len(request.seeds)
-            sessions = (*request.sessions, episode.session) if episode.session else ()
-            opening.requests[index] = replace(
-                request, seeds=(*request.seeds, episode.seed), sessions=sessions
-            )
+            group.share_request(request, visible, sharers)
 
-    async def _step(
-        self, episode: Episode, answer: str, problem: Problem, played: Played, request: Request
-    ) -> tuple[StepResult, Following | Exception | None]:
-        """Give the environment an answer, and build the next request from its reply.
+    async def _step(self, episode: RolloutState, reply: str) -> _Step:
+        """Give the environment a reply, and build the next request from its observation.
 
         Both happen in one call, because every hand-over between threads costs time.
-
-        Args:
-            answer: the text after the thoughts.
-            request: the request for this answer.
-
-        Returns:
-            (the checked result, the next request, or None if the episode ends, or the error that
-            prevents a next request). An error is returned so that the result is recorded first.
         """
+        problem = episode.problem
 
-        def read_result(result: StepResult) -> tuple[StepResult, Following | Exception | None]:
-            result = checked(result)
-            if result.done or len(played.turns) == self.max_turns:
-                return result, None
+        def read_result(result: StepResult) -> _Step:
+            result = plain_result(result)
+            if result.done or len(episode.turns) == self.settings.max_turns:
+                return _Step(result)
             try:
                 observation = observe(result.messages, problem, episode.corrupted_images)
             except Exception as error:
-                raise self._fault(
-                    problem, f"answered what can't follow: {described(error)}"
-                ) from error
+                raise self._unusable_reply(problem, error) from error
             try:
-                return result, self._next_request(problem, episode, played, request, observation)
+                return _Step(result, self._next_request(episode, observation))
             except Exception as error:
-                return result, error
+                return _Step(result, error=error)
 
         try:
-            assert episode.stage is not None
-            return await episode.stage.ask("step", answer, read_result)
+            assert episode.env is not None
+            return await episode.env.call("step", reply, read_result)
         except GradingError as error:
             log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
             # The whole episode gets `reward_min`, whatever the rewards of earlier turns.
-            earlier_reward = sum(turn.reward for turn in played.turns[:-1])
-            reward = self.reward_min - earlier_reward
+            earlier_reward = sum(turn.reward for turn in episode.turns[:-1])
+            reward = self.settings.reward_min - earlier_reward
             return read_result(StepResult((), reward, True, {"reward_parts": {UNGRADABLE: 1.0}}))
         except (RolloutFault, CallTimeout):
             raise
         except Exception as error:
-            raise self._fault(problem, f"failed: {described(error)}") from error
+            raise self._fault(problem, f"failed: {error_text(error)}") from error
 
-    def _next_request(
-        self,
-        problem: Problem,
-        episode: Episode,
-        played: Played,
-        last_request: Request,
-        observation: Observation,
-    ) -> Following:
+    def _next_request(self, episode: RolloutState, observation: Observation) -> NextRequest:
         """Build the request for the next turn, with errors that name the row or environment."""
         try:
-            return self.prompts.next(episode, played, last_request, observation)
+            return self.builder.next(episode, observation)
         except TooLong as error:
-            raise RowError(problem.id, TRAJECTORY_TOO_LONG, str(error)) from error
+            raise RowError(episode.problem.id, TRAJECTORY_TOO_LONG, str(error)) from error
         except Exception as error:
-            raise self._fault(problem, f"answered what can't follow: {described(error)}") from error
+            raise self._unusable_reply(episode.problem, error) from error
 
-    async def _end(self, episode: Episode) -> None:
-        """Close an episode's environment, in the background if that takes long; free its place.
+    async def _end_episode(self, episode: RolloutState) -> None:
+        """Close an episode's environment, in the background if that takes long; free its permit.
 
         Does nothing when called again.
         """
-        stage, episode.stage = episode.stage, None
-        if stage is None or episode.starting is None:
+        env, episode.env = episode.env, None
+        if env is None or episode.starting is None:
             return
         episode.starting.cancel()
         if episode.session:
-            self.engine.end_sessions([episode.session])
-        closed = stage.close()
+            self.client.engine.end_sessions([episode.session])
+        closed = env.close()
         try:
             # One that hangs is closed when its call returns, which may be never: don't wait.
-            if not (stage.hung or closed.done()):
-                await done(closed, CLOSE_S)
+            if not (env.hung or closed.done()):
+                await wait_done(closed, CLOSE_S)
         finally:
             if episode.start_time is not None:
-                self._places.release()
+                self._permits.release()
+
+    def _unusable_reply(self, problem: Problem, error: Exception) -> RolloutFault:
+        """Return the fault of an environment whose messages make no next prompt."""
+        return self._fault(problem, f"answered what can't follow: {error_text(error)}")
+
+    def _too_slow(self, problem: Problem) -> RolloutFault:
+        return self._fault(problem, f"did not answer within {self.executor.timeout_s:g} s")
 
     def _fault(self, problem: Problem, failure: str) -> RolloutFault:
         """Return the fault of a problem's environment; `failure` says how it failed."""

@@ -1,33 +1,30 @@
 """The pool of rollout workers, used as one. The supervisor replaces workers that fail."""
 
-import asyncio
 import itertools
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
-from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
-from rlinf_vl.rollout.batch_stream import BatchReport, StoredGroup
-from rlinf_vl.rollout.slot import Place, WorkerDied
+from rlinf_vl.engines.base import MEMORY_TAGS
+from rlinf_vl.rollout.image_order import ImageOrder
 from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.rollout.supervisor import Supervisor
 from rlinf_vl.rollout.updates import SnapshotSource, WeightUpdate
-from rlinf_vl.rollout.worker import RolloutWorker
+from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.rollout.worker_handle import WorkerHandle, answer
+from rlinf_vl.rollout.worker_placements import WorkerPlacements
 from rlinf_vl.runtime.launch import Reservation
-from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, entry, kill
-from rlinf_vl.runtime.seats import WAY_OUT, lost_seats
-from rlinf_vl.transport.sender import Offer, Snapshot
-from rlinf_vl.transport.strategies import STORED
+from rlinf_vl.runtime.ray_process import entry
 from rlinf_vl.types import GroupSummary
+from rlinf_vl.weights.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -36,128 +33,15 @@ FILTER_ROWS = 256
 #: Seconds that a worker has to end its engine.
 STOP_S = 60.0
 
-
-class _RayWorker:
-    """A rollout worker, a Ray actor, behind the supervisor's `Worker` protocol."""
-
-    def __init__(self, actor: Any, heartbeat_timeout: float) -> None:
-        self.actor = actor
-        self.process: ray.ObjectRef = actor.process.remote()
-        self._heart = Heartbeat(actor.heartbeat.remote, heartbeat_timeout)
-        self._batch_numbers = itertools.count()
-        #: The queues of the batches that somebody waits for, by number.
-        self._batches: dict[int, asyncio.Queue[BatchReport | Exception]] = {}
-        self._reader: asyncio.Task[None] | None = None
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        return await answer(getattr(self.actor, method).remote(*arguments))
-
-    async def generate(self, tasks: Sequence[Task]) -> AsyncIterator[StoredGroup]:
-        """Answer tasks as one batch; yield their groups as they finish.
-
-        Leaving the loop early cancels the unanswered tasks, and frees groups that still arrive.
-        """
-        batch, reports = next(self._batch_numbers), asyncio.Queue[BatchReport | Exception]()
-        unanswered = {task.group_id for task in tasks}
-        self._batches[batch] = reports
-        if self._reader is None or self._reader.done():
-            self._reader = asyncio.ensure_future(self._read_reports())
-        try:
-            await answer(self.actor.enqueue_batch.remote(batch, tasks))
-            while True:
-                report = await reports.get()
-                if isinstance(report, Exception):
-                    raise report
-                unanswered -= {summary.id for summary, _ in report.groups}
-                for group in report.groups:
-                    yield group
-                if report.failed:
-                    await answer(self.actor.raise_batch_error.remote(batch))
-                if report.ended:
-                    unanswered = set[str]()
-                    return
-        finally:
-            del self._batches[batch]
-            if unanswered:
-                self.cancel(unanswered)
-            while not reports.empty():
-                self._release_report(reports.get_nowait())
-
-    async def _read_reports(self) -> None:
-        """Distribute the worker's reports to the queues of their batches, until an error ends that.
-
-        The error goes to all queues.
-        """
-        try:
-            while True:
-                async for reference in self.actor.stream_reports.remote():
-                    for report in await answer(reference):
-                        if report.batch in self._batches:
-                            self._batches[report.batch].put_nowait(report)
-                        else:
-                            self._release_report(report)
-        except RayTaskError as raised:
-            error: Exception = raised
-        except RayError as raised:  # of the stream itself; `answer` converts those of a message
-            error = WorkerDied(cause_of(raised))
-        except Exception as raised:
-            error = raised
-        for reports in self._batches.values():
-            reports.put_nowait(error)
-
-    def _release_report(self, report: BatchReport | Exception) -> None:
-        """Free the groups of a report that came after its batch was left."""
-        if isinstance(report, BatchReport):
-            stored = [summary.id for summary, reference in report.groups if reference is not None]
-            if stored:
-                self.release(stored)
-
-    def cancel(self, group_ids: Collection[str]) -> None:
-        self.actor.cancel.remote(list(group_ids))
-
-    def release(self, group_ids: Sequence[str] | None) -> None:
-        self.actor.release.remote(group_ids)
-
-    def watch(self) -> None:
-        self._heart.restart()
-
-    def failure(self) -> str | None:
-        return self._heart.failure() if ray.is_initialized() else None
-
-    def kill(self) -> None:
-        kill(self.actor, self.process)
+RolloutWorker = ray.remote(RolloutRank)
 
 
 @dataclass(frozen=True, slots=True)
-class PendingSync:
+class PendingUpdate:
     """A weight sync that has begun, and the calls of the workers that were live then."""
 
-    update: WeightUpdate[_RayWorker]
+    update: WeightUpdate[WorkerHandle]
     calls: list[ray.ObjectRef] = field(default_factory=list)
-
-
-async def answer(reference: ray.ObjectRef) -> Any:
-    """Wait for a call's result.
-
-    Raises:
-        WorkerDied: the worker, its engine, their node or the result is lost.
-        ActorsLost: weights that the call refers to are lost.
-    """
-    try:
-        return await reference
-    except RayTaskError as error:
-        if isinstance(error.cause, EngineDied):
-            raise WorkerDied(str(error.cause)) from error
-        if isinstance(error.cause, ObjectLostError):
-            # Workers get nothing but weights through the object store.
-            raise ActorsLost(
-                f"weights are lost on their way to a rollout worker: {error.cause}"
-            ) from error
-        raise
-    except RayError as error:
-        raise WorkerDied(
-            cause_of(error), in_constructor=getattr(error, "actor_init_failed", False)
-        ) from error
 
 
 class RolloutPool:
@@ -169,11 +53,14 @@ class RolloutPool:
         model_path: str,
         reservation: Reservation,
         *,
+        reproducible: bool = True,
         report: Callable[[str, str], None] = lambda kind, message: log.warning(message),
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
+            reproducible: whether the schedule makes the same groups again if the engines' batches
+                are the same (`RolloutScheduler.is_reproducible`).
             report: called in another thread with a kind (worker_replaced, worker_joined,
                 worker_left, node_lost) and a sentence whenever that happens.
             check: called at least once a second by threads that wait for groups; an error that it
@@ -182,43 +69,37 @@ class RolloutPool:
         self._report = report
         self._check = check
 
-        def make(number: int) -> _RayWorker:
-            seat = self._seats[number]
-            # The seat decides how many GPUs the engine has.
-            rollout = replace(config.rollout, tensor_parallel_size=seat.slots)
-            actor = RolloutWorker.options(**seat.options).remote(
+        def make(number: int) -> WorkerHandle:
+            # Looked up now: a worker that joined or moved has another placement than at the start.
+            placement = self._placements[number]
+            # The placement decides how many GPUs the engine has.
+            rollout = replace(config.rollout, tensor_parallel_size=placement.slots)
+            actor = RolloutWorker.options(**placement.options).remote(
                 replace(config, rollout=rollout),
                 model_path,
                 reservation.device,
                 number,
-                seat.shared,
+                placement.shared,
             )
-            return _RayWorker(actor, config.runner.heartbeat_timeout)
+            return WorkerHandle(actor, config.runner.heartbeat_timeout)
 
-        self._seats = list(reservation.rollout)  # by the workers' numbers
-        self._elastic = reservation.elastic
-        self._shrinks = config.cluster.on_node_loss == "shrink"
-        self._may_change = False  # whether workers may join and leave
-        self._reported_waits: set[int] = set()  # workers whose wait for a node was reported
-        runner, rollout = config.runner, config.rollout
-        # With these schedules a run is reproducible if its batches are (`Supervisor`).
-        whole_batches = runner.schedule == "sync" or (
-            runner.schedule == "one_step_off" and runner.max_staleness == 1
+        self._placements = WorkerPlacements(
+            reservation, shrinks=config.cluster.on_node_loss == "shrink", report=report
         )
-        max_running = rollout.max_running_requests
-        if rollout.rollout_backend == "torch" and whole_batches:
+        max_running = config.rollout.max_running_requests
+        if config.rollout.rollout_backend == "torch" and reproducible:
+            # Without the limit batches don't depend on how long anything takes (`Supervisor`).
             max_running = None
-        self._supervisor = Supervisor[_RayWorker](
+        self._supervisor = Supervisor[WorkerHandle](
             make,
             len(reservation.rollout),
             max_running=max_running,
             report=lambda message, kind="worker_replaced": report(kind, message),
             max_row_faults=config.data.max_row_faults,
-            places=self._places,
-            newcomers=self._newcomers,
+            places=lambda numbers: self._placements.places(numbers, len(self._supervisor.slots)),
+            newcomers=self._placements.newcomers,
         )
-        #: (split, row) → number of an image that other rows have, too; None if there is none.
-        self._shared: dict[tuple[str, int], int | None] = {}
+        self._order = ImageOrder()
 
     @property
     def workers(self) -> list[Any]:
@@ -237,44 +118,7 @@ class RolloutPool:
 
     def open_membership(self) -> None:
         """Allow workers to leave with their nodes, and to join if the reservation is elastic."""
-        self._may_change = True
-
-    def _newcomers(self) -> Sequence[int]:
-        """Return the numbers of new workers, for nodes that have joined."""
-        if self._elastic is None or not self._may_change or not ray.is_initialized():
-            return ()
-        first = len(self._seats)
-        with suppress(RayError):  # the cluster's head does not answer: the next call tries again
-            self._seats += self._elastic.newcomers()
-        return range(first, len(self._seats))
-
-    def _places(self, numbers: Collection[int]) -> Mapping[int, Place]:
-        """Return the places of these workers that no node has now.
-
-        In an elastic reservation a place is gone with its node. Otherwise its worker waits for a
-        node, which is reported once, or leaves if `cluster.on_node_loss` is shrink; the last worker
-        always waits.
-        """
-        if not self._may_change or not ray.is_initialized():
-            return {}
-        try:
-            if self._elastic is not None:
-                return {
-                    number: Place.GONE
-                    for number in numbers
-                    if self._elastic.lost(self._seats[number])
-                }
-            ordered = list(numbers)
-            options = [self._seats[number].options for number in ordered]
-            lost = [ordered[k] for k in lost_seats(options)]
-        except RayError:  # the cluster's head does not answer: the next call tries again
-            return {}
-        if self._shrinks and len(self._supervisor.slots) > 1:
-            return dict.fromkeys(lost, Place.GONE)
-        for number in set(lost) - self._reported_waits:
-            self._reported_waits.add(number)
-            self._report("node_lost", f"rollout worker {number} waits for its node: {WAY_OUT}")
-        return dict.fromkeys(lost, Place.AWAITED)
+        self._placements.may_change = True
 
     def entries(self) -> list[dict[str, object]]:
         """Return an entry on each worker for `StatusFile`."""
@@ -305,6 +149,7 @@ class RolloutPool:
             progress: called with the number of rows that were checked.
         """
         n, results = len(self.workers), []
+        # In chunks, so that progress shows, and a worker that dies repeats little.
         for start in range(0, len(rows), FILTER_ROWS * n):
             chunk = list(rows[start : start + FILTER_ROWS * n])
             shares = [chunk[i::n] for i in range(n)]
@@ -316,26 +161,15 @@ class RolloutPool:
         row_images: dict[int, set[int]] = {}
         for _, images in results:
             row_images |= images
-        n_rows = Counter(image for images in row_images.values() for image in images)
-        for row, images in row_images.items():
-            shared_images = [image for image in images if n_rows[image] > 1]
-            self._shared[split, row] = min(shared_images, default=None)
+        self._order.add_rows(split, row_images)
         return FilterResult.merged([result for result, _ in results])
 
     def submit(self, tasks: Sequence[Task], events: SimpleQueue[Event] | None = None) -> Submission:
         """Begin to answer tasks; several submissions may be open. `events`: as in `Submission`.
 
-        Tasks whose rows share an image are dispatched one after the other, so that mostly one
-        worker stores the image.
+        They are dispatched in the order of `ImageOrder`.
         """
-        by_image: dict[Any, list[Task]] = {}
-        for task in tasks:
-            # A row that was never checked counts as one that shares an image with no other row, but
-            # perhaps it does: `own_images` stays False.
-            image = self._shared.get((task.split, task.row), task.group_id)
-            key = task.group_id if image is None else image
-            by_image.setdefault(key, []).append(replace(task, own_images=image is None))
-        order = list(itertools.chain.from_iterable(by_image.values()))
+        order = self._order.sorted(tasks)
         return self._supervisor.submit(tasks, order, self._check, events)
 
     def acknowledge(self, group_ids: Collection[str]) -> None:
@@ -364,13 +198,6 @@ class RolloutPool:
         """Forget the weights of the last sync: until the next one, new workers keep their own."""
         self._supervisor.forget_weights()
 
-    def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        """Load weights from the object store into every live worker, and into later ones."""
-        offers = [ray.put(Offer(list(buckets)))]
-        self.settle(
-            self.take_weights("object_store", offers, version, lambda: Snapshot(version, buckets))
-        )
-
     def replace_dead(self, occasion: str) -> None:
         """Replace live workers that are dead, or whose engine is, without waiting for the new ones.
 
@@ -379,25 +206,25 @@ class RolloutPool:
         """
         self._supervisor.probe(occasion)
 
-    def choose_receivers(self) -> WeightUpdate[_RayWorker]:
+    def choose_receivers(self) -> WeightUpdate[WorkerHandle]:
         """Begin a sync whose strategy must know its receivers before weights are offered.
 
         `take_weights` continues it.
         """
         return self._supervisor.choose_receivers()
 
-    def engine_slots(self, update: WeightUpdate[_RayWorker]) -> list[int]:
+    def engine_slots(self, update: WeightUpdate[WorkerHandle]) -> list[int]:
         """Return the number of each receiver's engine processes that have weights."""
-        return [self._seats[slot.number].slots for slot, _ in update.receivers]
+        return [self._placements[slot.number].slots for slot, _ in update.receivers]
 
     def take_weights(
         self,
-        strategy: str,
+        strategy: Strategy,
         offers: Sequence[ray.ObjectRef],
         version: int,
         snapshot_source: SnapshotSource,
-        update: WeightUpdate[_RayWorker] | None = None,
-    ) -> PendingSync:
+        update: WeightUpdate[WorkerHandle] | None = None,
+    ) -> PendingUpdate:
         """Make workers take the weights that the ranks offer or will offer; `settle` ends the sync.
 
         Args:
@@ -408,17 +235,16 @@ class RolloutPool:
         """
         calls: list[ray.ObjectRef] = []
 
-        def take(worker: _RayWorker) -> Awaitable[Any]:
+        def take(worker: WorkerHandle) -> Awaitable[Any]:
             calls.append(worker.actor.take_weights.remote(strategy, offers, version))
             return answer(calls[-1])
 
-        joinable = strategy in STORED
         update = self._supervisor.begin_update(
-            take, version, snapshot_source, joinable=joinable, update=update
+            take, version, snapshot_source, joinable=strategy.through_store, update=update
         )
-        return PendingSync(update, calls)
+        return PendingUpdate(update, calls)
 
-    def settle(self, sync: PendingSync) -> list[float | None]:
+    def settle(self, sync: PendingUpdate) -> list[float | None]:
         """Wait until all receivers have the weights, which exist by now; end the sync.
 
         A worker that dies or hangs meanwhile is replaced, without waiting for its replacement.
@@ -433,6 +259,7 @@ class RolloutPool:
 
         See `rlinf_vl.engines.base.release_tags`.
         """
+        # Engines on GPUs of different sizes may keep different things.
         tags_of_workers = ray.get([worker.release_tags.remote() for worker in self.workers])
         tags = set(itertools.chain.from_iterable(tags_of_workers))
         return tuple(tag for tag in MEMORY_TAGS if tag in tags)
@@ -456,6 +283,13 @@ class RolloutPool:
         for stop_call in stop_calls:
             with suppress(RayError):  # the worker has died meanwhile
                 ray.get(stop_call, timeout=STOP_S)
+
+    def close(self) -> None:
+        """Stop replacing workers, which end with Ray.
+
+        A replacement that was made once Ray has ended would start a cluster of its own.
+        """
+        self._supervisor.stop()
 
     def _call_all(
         self, occasion: str, method: str, arguments: Callable[[int], tuple] = lambda i: ()

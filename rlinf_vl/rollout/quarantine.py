@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rlinf_vl.rollout.submission import Submission, Task
+from rlinf_vl.rollout.submission import QueuedTask, Submission, Task
 
 
 class Quarantine:
@@ -33,7 +33,7 @@ class Quarantine:
 
     def next_batch(
         self,
-        queue: deque[tuple[Submission, Task]],
+        queue: deque[QueuedTask],
         unanswered: Sequence[Task],
         max_samples: int | None,
     ) -> tuple[Submission, list[Task]]:
@@ -47,11 +47,11 @@ class Quarantine:
         Returns:
             (the submission, its tasks). A task that must be alone is never with another.
         """
-        submission, batch = queue[0][0], list[Task]()
+        submission, batch = queue[0].submission, list[Task]()
         n_samples = sum(len(task.seeds) for task in unanswered)
-        while queue and queue[0][0] is submission:
+        while queue and queue[0].submission is submission:
             # One task of the batch stands for all: if that one must be alone, it is the only one.
-            task, worker_tasks = queue[0][1], batch[:1] or unanswered
+            task, worker_tasks = queue[0].task, batch[:1] or unanswered
             n_samples += len(task.seeds)
             if (
                 worker_tasks
@@ -61,7 +61,7 @@ class Quarantine:
                 break
             if max_samples is not None and n_samples > max(max_samples, len(task.seeds)):
                 break
-            batch.append(queue.popleft()[1])
+            batch.append(queue.popleft().task)
         return submission, batch
 
     def with_fault(self, task: Task) -> Task:

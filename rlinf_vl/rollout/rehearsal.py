@@ -23,16 +23,15 @@ from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.rewards.scoring import Score, Scorer
-from rlinf_vl.rollout.calls import Calls, CallTimeout
-from rlinf_vl.rollout.observation import checked, observe
-from rlinf_vl.rollout.prompts import Prompts, TooLong
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
+from rlinf_vl.rollout.env_makers import env_maker_of, scorer_of
+from rlinf_vl.rollout.observation import observe, plain_result
+from rlinf_vl.rollout.request_builder import RequestBuilder, TooLong
 from rlinf_vl.rollout.row_check import (
     RowCheck,
-    env_maker_of,
     needs_reference,
     processor_of,
-    scorer_of,
+    request_builder_of,
     without_reference,
 )
 from rlinf_vl.types import Problem, Request, SamplingParams
@@ -90,24 +89,21 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
         dataset = open_datasets(config.data, ENVIRONMENTS)["train"]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    processor = processor_of(config, model_path)
-    renderer = Renderer(processor, config.rollout.thinking.mode)
-    prompts = Prompts(
-        renderer,
-        processor.image_token_id,
-        config.runner.seq_length,
-        config.data.max_prompt_length,
-        config.data.overlong,
-    )
-    rehearsal = Rehearsal(len(dataset), config.rollout.env_class, config.data.max_prompt_length)
+    builder = request_builder_of(config, processor_of(config, model_path))
+    agent = config.rollout.agent
+    player_name = config.rollout.env_class
+    if agent.is_set:
+        player_name = agent.function or " ".join(agent.command)
+    rehearsal = Rehearsal(len(dataset), player_name, config.data.max_prompt_length)
+    # A judge is a service that costs money: asking it is left to the run.
     entries = [entry for entry in config.reward.entries if entry["function"] not in ASKING]
     scorer = scorer_of(config, entries)
     make_env = env_maker_of(config, scorer)
     strict_env = make_env
-    if needs_reference(config):
+    if needs_reference(config) and not agent.is_set:
         strict_env = replace(make_env, grade=partial(_grade, scorer, make_env))
     try:
-        tokens = _usable_rows(config, dataset, RowCheck(config, prompts, make_env))
+        tokens = _usable_rows(config, dataset, RowCheck(config, builder, make_env))
         problems = [dataset[row] for row in list(tokens)[:TRIED_ROWS]]
         rehearsal.prompt_tokens = max(tokens.values(), default=0)
         if entries and any(problem.answer for problem in problems):
@@ -115,7 +111,7 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
         # The single-turn environment is the project's own, and needs no rehearsal.
         env_problems = [problem for problem in problems if make_env.name_of(problem) != SINGLE]
         if env_problems:
-            _try_environment(config, strict_env, prompts, env_problems, rehearsal)
+            _try_environment(config, strict_env, builder, env_problems, rehearsal)
     finally:
         scorer.close()
     for warning in rehearsal.warnings:
@@ -136,6 +132,8 @@ def _usable_rows(config: Config, dataset: ProblemDataset, check: RowCheck) -> di
         tokens[row] = max(tokens.get(row, 0), len(request.ids) if request else 0)
 
     result = FilterResult()
+    # Spread over the data: files are often sorted, by length for instance. More rows are read
+    # only where the first few are unusable, which may be chance.
     for n_rows in (ROWS, MORE_ROWS):
         rows = range(0, len(dataset), max(1, len(dataset) // n_rows))[:n_rows]
         result = check.filter(dataset, rows, note_length)
@@ -231,7 +229,7 @@ def _ids(problems: Sequence[Problem]) -> str:
 def _try_environment(
     config: Config,
     make_env: EnvMaker,
-    prompts: Prompts,
+    builder: RequestBuilder,
     problems: Sequence[Problem],
     rehearsal: Rehearsal,
 ) -> None:
@@ -240,11 +238,11 @@ def _try_environment(
     Raises:
         ConfigError: it fails for all problems.
     """
-    calls, failures = Calls(config.rollout.turn_timeout), list[str]()
+    executor, failures = ThreadExecutor(config.rollout.turn_timeout), list[str]()
     for problem in problems:
         try:
             rehearsal.prompt_tokens = max(
-                rehearsal.prompt_tokens, _begin_episode(calls, make_env, prompts, problem)
+                rehearsal.prompt_tokens, _begin_episode(executor, make_env, builder, problem)
             )
         except (CallTimeout, TimeoutError):
             rehearsal.warnings.append(
@@ -265,24 +263,25 @@ def _try_environment(
     rehearsal.warnings += [f"rollout.env_class: {failure}" for failure in failures]
 
 
-def _begin_episode(calls: Calls, make_env: EnvMaker, prompts: Prompts, problem: Problem) -> int:
+def _begin_episode(
+    executor: ThreadExecutor, make_env: EnvMaker, builder: RequestBuilder, problem: Problem
+) -> int:
     """Start an episode and give one answer; return the length of its first prompt in tokens."""
-    limit_s = calls.timeout_s
 
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        return calls.begin(function, *arguments).result(limit_s)
+    def call(function: Callable[[], Any]) -> Any:
+        return executor.begin(function).result(executor.timeout_s)
 
-    env: Env = call(make_env, problem, 0, 0)
+    env: Env = call(partial(make_env, problem, 0, 0))
     try:
-        messages = list(call(env.start, problem))
-        request, _ = prompts.first(observe(messages, problem), SamplingParams())
-        result = call(env.step, BAD_ANSWER)
+        messages = list(call(partial(env.start, problem)))
+        request, _ = builder.first(observe(messages, problem), SamplingParams())
+        result = call(partial(env.step, BAD_ANSWER))
         if not isinstance(result, StepResult):
             returned = type(result).__name__
             raise TypeError(
                 f"step returned {returned}: return StepResult(messages, reward, done, info)"
             )
-        checked(result)
+        plain_result(result)
         if result.info.get("answer") is not None and not problem.answer:
             # A run's reward functions would grade it: raises that there is no reference.
             make_env.grade(problem, BAD_ANSWER)

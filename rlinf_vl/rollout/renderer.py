@@ -59,7 +59,7 @@ class Renderer:
         Raises:
             ConfigError: the template ignores the option.
         """
-        self._processor = processor
+        self.processor = processor
         self._tokenizer = processor.tokenizer
         self._options = {} if thinking == "auto" else {"enable_thinking": thinking == "on"}
         if self._options:
@@ -79,20 +79,31 @@ class Renderer:
                 )
 
     def prompt(
-        self, messages: Sequence[Message], images: Sequence[ImageRef]
+        self,
+        messages: Sequence[Message],
+        images: Sequence[ImageRef],
+        tools: Sequence[dict[str, Any]] = (),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encode messages and a generation prompt.
 
         The placeholder of each image is repeated once per token of the image.
 
+        Args:
+            tools: OpenAI's descriptions of functions, which the template shows.
+
         Returns:
             (ids int32 [P], grids int32 [len(images), 3]).
 
         Raises:
-            ValueError: the rendered prompt does not hold one placeholder per image.
+            ValueError: the rendered prompt does not hold one placeholder per image, or the template
+                shows no tools.
         """
-        marked, mark, _ = self._mark(messages, 0)
-        return self._expand(self._encode(self._render(marked), mark), images)
+        if tools and self._render(_QUESTION, tools) == self._render(_QUESTION):
+            raise ValueError(
+                "the checkpoint's chat template does not show tools; describe them in a message"
+            )
+        marked, mark, _ = self._mark(messages, 0, tools)
+        return self._expand(self._encode(self._render(*marked), mark), images)
 
     def follow(
         self, ids: np.ndarray, start: Observation, turns: Sequence[tuple[np.ndarray, Observation]]
@@ -125,15 +136,15 @@ class Renderer:
         for (thoughts, _), observation in zip(answers, observations[1:], strict=True):
             answer_indices.append(len(messages))
             messages += [{"role": "assistant", "content": thoughts}, *observation.messages]
-        marked, text_mark, reply_marks = self._mark(messages, len(turns))
+        (marked, tools), text_mark, reply_marks = self._mark(messages, len(turns), start.tools)
         for index, reply_mark in zip(answer_indices, reply_marks, strict=True):
             marked[index]["content"] += reply_mark
         last_index = answer_indices[-1]
-        unchanged = self._render(marked[:last_index]) + marked[last_index]["content"]
-        rendered = self._render(marked)
+        unchanged = self._render(marked[:last_index], tools) + marked[last_index]["content"]
+        rendered = self._render(marked, tools)
         if rendered.startswith(unchanged):
             new_ids = self._encode(rendered[len(unchanged) :], text_mark)
-            stop_ids = self._processor.stop_ids
+            stop_ids = self.processor.stop_ids
             has_ended = bool(len(last_answer)) and ids[-1] in stop_ids
             # If the answer ended with a stop id, the template must write one here, too (perhaps
             # another, which is appended). Otherwise the two can't be joined.
@@ -173,13 +184,31 @@ class Renderer:
             return (
                 Thoughts(len(answer), 0, "")
                 if opened
-                else Thoughts(0, None, self._processor.decode(answer))
+                else Thoughts(0, None, self.processor.decode(answer))
             )
         # The token that ends the mark may go on with the reply's first characters.
         mark_ids = answer[end[0] : end[1]]
         reply_start = self._text(mark_ids).rpartition(END_THINK)[2]
-        reply = (reply_start + self._processor.decode(answer[end[1] :])).lstrip()
+        reply = (reply_start + self.processor.decode(answer[end[1] :])).lstrip()
         return Thoughts(end[1], None, reply)
+
+    def thought_text(self, answer: np.ndarray) -> str:
+        """Return the text of an answer's thoughts without their marks; "" if it has none."""
+        text = self._text(answer[: self.thoughts(answer).tokens])
+        return text.replace(THINK, "").replace(END_THINK, "").strip()
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, special ones included."""
+        return self._text(np.array([token_id]))
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode a text that the policy is made to begin with, int32 [n]."""
+        return np.array(self._encode_plain(text), np.int32)
+
+    def count_tokens(self, content: str | Sequence[dict[str, Any]]) -> int:
+        """Return the number of tokens of a message's texts."""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        return sum(len(self._encode_plain(part.get("text", ""))) for part in parts)
 
     @property
     def think_id(self) -> int | None:
@@ -226,10 +255,10 @@ class Renderer:
 
         A stop id at its end is left out. A thought that was cut is closed.
         """
-        stop_ids = np.array(self._processor.stop_ids)
+        stop_ids = np.array(self.processor.stop_ids)
         has_stop_id = (sampled[-1:] == stop_ids[:, None]).any()
         ids = sampled[: len(sampled) - has_stop_id]
-        text = self._processor.decode(ids)
+        text = self.processor.decode(ids)
         thoughts, end_mark, tail = text.rpartition(END_THINK)
         if not end_mark:
             is_cut = self._begins_with_thoughts or text.lstrip().startswith(THINK)
@@ -237,11 +266,11 @@ class Renderer:
         reply = tail.lstrip()
         # The first token whose text lies within the reply.
         first = bisect_left(
-            range(len(ids)), True, key=lambda i: len(self._processor.decode(ids[i:])) <= len(reply)
+            range(len(ids)), True, key=lambda i: len(self.processor.decode(ids[i:])) <= len(reply)
         )
         # A token that ends the thoughts may hold the reply's first characters, which alone are
         # encoded again.
-        split_text = reply[: len(reply) - len(self._processor.decode(ids[first:]))]
+        split_text = reply[: len(reply) - len(self.processor.decode(ids[first:]))]
         thoughts_text = thoughts + end_mark + tail[: len(tail) - len(reply)]
         return thoughts_text, [*self._encode(split_text, ""), *ids[first:].tolist()]
 
@@ -250,28 +279,36 @@ class Renderer:
         """Whether the generation prompt ends with `<think>`."""
         return self._render(_QUESTION).rstrip().endswith(THINK)
 
-    def _render(self, messages: Sequence[Message], **options: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: bool
+    ) -> str:
         """Render messages, from the cache if possible: an episode's next prompt needs it again."""
         try:
-            messages_json = json.dumps(messages)
+            conversation_json = json.dumps([messages, tools])
         except (TypeError, ValueError):  # the template may take values that JSON has not
-            return self._apply_template(messages, **options)
-        return self._render_json((messages_json, *options.items()))
+            return self._apply_template(messages, tools, **options)
+        return self._render_json((conversation_json, *options.items()))
 
     @cached_property
     def _render_json(self) -> ByteCache[tuple[Any, ...], str]:
         """The cache of rendered messages, by their JSON and the template's options."""
 
         def render(key: tuple[Any, ...]) -> str:
-            messages_json, *options = key
-            return self._apply_template(json.loads(messages_json), **dict(options))
+            conversation_json, *options = key
+            return self._apply_template(*json.loads(conversation_json), **dict(options))
 
         return ByteCache(render, size=text_bytes, max_bytes=RENDERED_BYTES)
 
-    def _apply_template(self, messages: Sequence[Message], **options: bool) -> str:
+    def _apply_template(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: bool
+    ) -> str:
         options = self._options | options
         rendered = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **options
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **options,
         )
         assert isinstance(rendered, str)
         return rendered
@@ -286,19 +323,19 @@ class Renderer:
             ValueError: there are more or fewer placeholders than images.
         """
         rendered, grids = np.asarray(ids, np.int32), self._grids(images)
-        is_image = rendered == self._processor.image_token_id
+        is_image = rendered == self.processor.image_token_id
         if int(is_image.sum()) != len(images):
             raise ValueError(
                 f"the rendered prompt holds {int(is_image.sum())} "
-                f"{self._processor.family.image_token} for {len(images)} images: the messages do "
+                f"{self.processor.family.image_token} for {len(images)} images: the messages do "
                 "not show each image once, or the chat template does not render them"
             )
         repeats = np.ones(len(rendered), np.int64)
-        repeats[is_image] = self._processor.image_tokens(grids)
+        repeats[is_image] = self.processor.image_tokens(grids)
         return np.repeat(rendered, repeats), grids
 
     def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
-        return np.asarray([self._processor.grid(image) for image in images], np.int32).reshape(
+        return np.asarray([self.processor.grid(image) for image in images], np.int32).reshape(
             len(images), 3
         )
 
@@ -323,28 +360,32 @@ class Renderer:
                 ]
         return ids
 
-    def _mark(self, messages: Sequence[Message], n: int) -> tuple[list[Message], str, list[str]]:
+    def _mark(
+        self, messages: Sequence[Message], n: int, tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[tuple[list[Message], list[dict[str, Any]]], str, list[str]]:
         """Mark texts of the messages that spell a special token, so that the token is not one.
 
         The mark goes after the first character of everything that may begin one, because a token
         may come about only when the template joins two texts.
 
         Returns:
-            (a copy of the messages, the mark or "" if none was needed, `n` further marks). The
-            marks are characters that occur in no text.
+            (copies of the messages and tools, the mark or "" if none was needed, `n` further
+            marks). The marks are characters that occur in no text.
         """
         texts: list[str] = []
-        _map_texts(list(messages), texts.append)
+        _map_texts([list(messages), list(tools)], texts.append)
         joined = "".join(texts)
         # Characters of the private use area, which have no meaning.
         unused = (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined)
         mark, *further_marks = islice(unused, n + 1)
         if not any(token in joined for token in self._special):
-            return [{**message} for message in messages], "", further_marks
+            return ([{**message} for message in messages], list(tools)), "", further_marks
         starts = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
         pattern = re.compile("|".join(starts))
-        marked = _map_texts(list(messages), lambda text: pattern.sub(rf"\g<0>{mark}", text))
-        return marked, mark, further_marks
+        marked_messages, marked_tools = _map_texts(
+            [list(messages), list(tools)], lambda text: pattern.sub(rf"\g<0>{mark}", text)
+        )
+        return (marked_messages, marked_tools), mark, further_marks
 
     @cached_property
     def _encode_plain(self) -> ByteCache[str, tuple[int, ...]]:

@@ -3,9 +3,8 @@
 It also makes the parts of a rollout worker that this needs: processor, scorer, environments.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
@@ -16,9 +15,8 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rewards.named import NAMED
-from rlinf_vl.rewards.processes import Limits
-from rlinf_vl.rewards.scoring import Scorer, make_scorer
-from rlinf_vl.rollout.prompts import Prompts
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.request_builder import RequestBuilder
 from rlinf_vl.types import Problem, Request
 
 
@@ -40,37 +38,17 @@ def processor_of(config: Config, model_path: str) -> Processor:
     )
 
 
-def scorer_of(
-    config: Config,
-    entries: Sequence[Mapping[str, Any]] | None = None,
-    first_report: Callable[[str], bool] = lambda text: True,
-) -> Scorer:
-    """Return the scorer of a run's reward functions, or of some of their entries.
+def request_builder_of(config: Config, processor: Processor) -> RequestBuilder:
+    """Return the builder of a run's requests.
 
-    `first_report`: as in `make_scorer`.
+    Raises:
+        ConfigError: as `Renderer`.
     """
-    reward = config.reward
-    return make_scorer(
-        reward.entries if entries is None else entries,
-        reward_max=reward.reward_max_val,
-        reward_min=reward.reward_min_val,
-        files=config.runner.code_files,
-        limits=Limits(reward.timeout, reward.memory_gb, reward.workers),
-        hosts=reward.judge_hosts,
-        first_report=first_report,
-    )
-
-
-def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
-    """Return the maker of a run's environments, which grade with `scorer` (None: the run's)."""
-    scorer = scorer or scorer_of(config)
-    return EnvMaker(
-        config.rollout.env_class,
-        config.rollout.env_kwargs,
-        config.runner.code_files,
-        scorer.grade,
-        reward_max=config.reward.reward_max_val,
-        reward_min=config.reward.reward_min_val,
+    return RequestBuilder(
+        Renderer(processor, config.rollout.thinking.mode),
+        config.runner.seq_length,
+        config.data.max_prompt_length,
+        config.data.overlong,
     )
 
 
@@ -97,11 +75,11 @@ class RowCheck:
     """The check whether rows can be used.
 
     Attributes:
-        prompts: None to ignore the length of prompts.
+        builder: None to ignore the length of prompts.
     """
 
     config: Config
-    prompts: Prompts | None
+    builder: RequestBuilder | None
     make_env: EnvMaker
 
     def filter(
@@ -131,8 +109,10 @@ class RowCheck:
                 self.make_env.check(problem)
             except ValueError as e:
                 raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
+            # An agent may return a reward of its own.
             if (
                 not problem.answer
+                and not self.config.rollout.agent.is_set
                 and needs_reference(self.config)
                 and self.make_env.leaves_grading(problem)
             ):
@@ -148,10 +128,11 @@ class RowCheck:
                         check_answer(problem.answer)
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
-            if self.prompts is None:
+            if self.builder is None:
                 see(row, problem, None)
                 return 0
-            full_prompt = self.prompts.of_row(problem, any_length=True)
+            full_prompt = self.builder.from_row(problem, any_length=True)
+            # Whoever looks wants to know how long rows are, not what a cut leaves of them.
             see(row, problem, full_prompt)
             n_tokens = len(full_prompt.ids)
             # The data set itself excludes and counts prompts that are too long.
@@ -161,7 +142,7 @@ class RowCheck:
             if is_filtered or n_tokens <= data.max_prompt_length:
                 return n_tokens
             # Raises RowError if the prompt may not or can't be cut, which makes the row bad.
-            cut_prompt = self.prompts.of_row(problem)
+            cut_prompt = self.builder.from_row(problem)
             cut_rows[row] = n_tokens, len(full_prompt.images) - len(cut_prompt.images)
             return len(cut_prompt.ids)
 

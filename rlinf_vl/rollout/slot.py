@@ -27,10 +27,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rlinf_vl.errors import RunError
-from rlinf_vl.rollout.submission import Submission, Task
+from rlinf_vl.rollout.submission import QueuedTask, Submission, Task
 
 
 class WorkersLost(RunError):
@@ -64,6 +64,18 @@ NEXT_STATES = {
     SlotState.LOST: {SlotState.STARTING, SlotState.LEAVING},
     SlotState.LEAVING: set[SlotState](),
 }
+
+
+class WeightsKey(NamedTuple):
+    """The identity of weights.
+
+    Attributes:
+        origin: the number of times that weights were forgotten before: when the actor goes back to
+            a checkpoint, versions repeat from there, with other weights.
+    """
+
+    origin: int
+    version: int
 
 
 class Place(Enum):
@@ -114,8 +126,7 @@ class Slot(Generic[W]):
         restarts: the number of times its worker was replaced.
         deaths: the number of workers that died here since the last group from here that was used.
         place: whether a node has its place, when the supervisor last looked.
-        weights: (origin, version) of the worker's weights (`updates.WeightsKey`); None: those with
-            which it started.
+        weights: the worker's weights; None: those with which it started.
         starter: the asyncio task that starts or replaces the worker.
         fault: why no worker can be started, if that is not a worker's fault.
         calls: the number of calls that the worker has not answered.
@@ -136,13 +147,13 @@ class Slot(Generic[W]):
     restarts: int = 0
     deaths: int = 0
     place: Place = Place.THERE
-    weights: tuple[int, int] | None = None
+    weights: WeightsKey | None = None
     starter: asyncio.Task[None] | None = None
     fault: Exception | None = None
     calls: int = 0
     hang: str | None = None
     blind_looks: int = 0
-    queue: deque[tuple[Submission, Task]] = field(default_factory=deque)
+    queue: deque[QueuedTask] = field(default_factory=deque)
     sent_tasks: dict[Submission, dict[str, Task]] = field(default_factory=dict)
     answering: dict[tuple[Submission, str], Task] = field(default_factory=dict)
     stored: set[str] = field(default_factory=set)
@@ -160,6 +171,7 @@ class Slot(Generic[W]):
 
     def move(self, state: SlotState) -> None:
         """Change the state along an arrow of the diagram, and wake those who wait for that."""
+        # A fault of the supervisor's own: better to fail here than to answer a task twice.
         assert state in NEXT_STATES[self.state], (
             f"slot {self.number}: {self.state.name} to {state.name}"
         )
@@ -173,11 +185,13 @@ class Slot(Generic[W]):
         self._wake()
 
     def _wake(self) -> None:
+        # An event of its own for each change: a waiter that is slow to run can't miss one.
         self.moved.set()
         self.moved = asyncio.Event()
 
     def watch(self) -> None:
         """Note that the worker gets work. If it was idle, expect heartbeats from now on."""
+        # An idle worker is asked for none: that it sends none is no reason to replace it.
         if not self.busy:
             self.worker.watch()
 
@@ -189,6 +203,7 @@ class Slot(Generic[W]):
 
     def forget_group(self, submission: Submission, group_id: str) -> bool:
         """Forget a task that was sent to the worker; return whether it was unanswered."""
+        # It may be unknown: a submission that ended has forgotten its tasks.
         tasks = self.sent_tasks.get(submission, {})
         tasks.pop(group_id, None)
         if not tasks:
@@ -202,7 +217,8 @@ class Slot(Generic[W]):
             for group_id in self.sent_tasks.pop(submission, ())
             if self.answering.pop((submission, group_id), None) is not None
         ]
-        self.queue = deque(entry for entry in self.queue if entry[0] is not submission)
+        # What no worker was sent yet is unanswered, too, but nobody waits for it any more.
+        self.queue = deque(entry for entry in self.queue if entry.submission is not submission)
         for stream in [stream for stream, owner in self.streams.items() if owner is submission]:
             stream.cancel()
             del self.streams[stream]

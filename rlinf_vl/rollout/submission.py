@@ -38,6 +38,13 @@ class Task:
     summary_only: bool = False
 
 
+class QueuedTask(NamedTuple):
+    """A task that waits for a worker, with its submission."""
+
+    submission: "Submission"
+    task: Task
+
+
 class GroupArrived(NamedTuple):
     """The event that a group has been sampled."""
 

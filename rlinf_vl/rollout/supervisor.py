@@ -1,7 +1,8 @@
 """Starts, watches and replaces rollout workers, and keeps live ones on the newest weights.
 
 No Ray. One thread with an event loop does all of it: nothing else moves slots (`slot` has their
-states) or touches submissions (`dispatch` dispatches their tasks) and weights (`updates`).
+states; `elasticity` adds some) or touches submissions (`dispatch` dispatches their tasks) and
+weights (`updates`).
 Invariants:
 - A worker is watched while it is busy. One that dies idle is replaced when it next gets work, and
   not before: until then the trainer may be using its GPU.
@@ -14,19 +15,20 @@ Invariants:
 import asyncio
 import logging
 import math
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from rlinf_vl.errors import reason_of
+from rlinf_vl.rollout.daemon_thread import in_daemon_thread
 from rlinf_vl.rollout.dispatch import Dispatcher
+from rlinf_vl.rollout.elasticity import Elasticity
+from rlinf_vl.rollout.loop_bridge import cancel_all
 from rlinf_vl.rollout.slot import Place, Slot, SlotState, W, WorkerDied, WorkersLost
 from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.rollout.updates import SnapshotSource, WeightUpdate, WeightUpdates
+from rlinf_vl.rollout.worker_watch import WorkerWatch
 
 log = logging.getLogger(__name__)
 
@@ -34,43 +36,12 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 1800.0
 #: Limit on the deaths that chance may explain, of one slot's workers or of all of a small pool.
 MAX_DEATHS = 8
-#: Workers that are tried on a node that has joined, before it is given up.
-JOIN_TRIES = 3
-#: Seconds between two checks of busy workers, and of who may join.
+#: Seconds between two checks of busy workers.
 WATCH_S = 1.0
-#: Successive checks of a worker that may fail unexpectedly before it counts as lost.
-MAX_BLIND_LOOKS = 30
+#: Seconds to wait for the thread's end; making a worker may block where the cluster is gone.
+STOP_S = 10.0
 
 T = TypeVar("T")
-
-
-async def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that may block, in a thread of its own.
-
-    Unlike an executor's threads, it never delays another call, nor the end of the process.
-    """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def end(value: Any, error: Exception | None) -> None:
-        if result.cancelled():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function(*arguments)
-        except Exception as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(end, value, error)
-
-    threading.Thread(target=run, name="rollout-supervisor-call", daemon=True).start()
-    return await result
 
 
 class Supervisor(Generic[W]):
@@ -90,7 +61,7 @@ class Supervisor(Generic[W]):
         places: returns the places of those given slots that have none on a node now. Called in a
             thread; may ask the cluster.
         newcomers: returns the numbers of further slots, whose workers shall join. Called in a
-            thread every `WATCH_S` seconds.
+            thread every `elasticity.LOOK_S` seconds.
         loop: an event loop that runs elsewhere; None: a loop of its own, in a thread.
         in_thread: calls a function that may block.
 
@@ -114,24 +85,33 @@ class Supervisor(Generic[W]):
     ) -> None:
         self.replaced = self.turnover = 0
         self._make, self._report = make, report
-        self._places, self._newcomers, self._in_thread = places, newcomers, in_thread
+        self._in_thread = in_thread
         self._dispatcher = Dispatcher[W](
-            [Slot(i, make(i)) for i in range(n)],
+            [self.make_slot(number) for number in range(n)],
             max_running=max_running,
             max_row_faults=max_row_faults,
             lose=self.lose,
             revive=self._revive,
         )
-        self._joining: list[Slot[W]] = []
+        self._watch = WorkerWatch[W](self.lose, self._kill)
+        self._elasticity = Elasticity[W](
+            self,
+            self._watch.note_fault,
+            report=report,
+            places=places,
+            newcomers=newcomers,
+            in_thread=in_thread,
+        )
         self.updates = WeightUpdates[W](self, in_thread)
         self._spent_deaths = 0  # deaths in slots that have left
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._watch_fault = ""
         self._loop = loop or asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
         if loop is None:
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=self._loop.run_forever, name="rollout-supervisor", daemon=True
-            ).start()
+            )
+            self._thread.start()
 
     # --- for other threads ------------------------------------------------------------------------
 
@@ -143,7 +123,7 @@ class Supervisor(Generic[W]):
     @property
     def joining(self) -> list[Slot[W]]:
         """The slots that join, and are not live yet."""
-        return list(self._joining)
+        return list(self._elasticity.joining)
 
     def start(self) -> None:
         """Wait until all workers have started. Raises a constructor's error, which is no chance."""
@@ -263,23 +243,27 @@ class Supervisor(Generic[W]):
             if slot.state is not SlotState.LOST:
                 slot.move(SlotState.LOST)
             self._dispatcher.requeue(slot)
-            slot.starter = self._spawn(self._recover(slot))
+            slot.starter = self.spawn(self._recover(slot))
             await self._until_live(slot)
 
         for future in [self._run(replace(slot)) for slot in self.slots]:
             future.result()
 
     def stop(self) -> None:
-        """End the thread; the workers live on."""
+        """End the loop, and wait for its thread: no worker is made from then on.
+
+        The workers live on. Does nothing if the thread has ended.
+        """
 
         async def stop() -> None:
-            unfinished = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in unfinished:
-                task.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+            await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
             self._loop.call_soon(self._loop.stop)
 
-        self._run(stop())
+        if self._thread is None or self._thread.is_alive():
+            self._run(stop())
+        # Who stops it ends Ray next, and a worker made after that would start Ray again.
+        if self._thread is not None:
+            self._thread.join(STOP_S)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -295,12 +279,12 @@ class Supervisor(Generic[W]):
     async def begin_watch(self) -> None:
         """Start all workers, watch them from now on, and wait until they are live."""
         for slot in self.slots:
-            slot.starter = self._spawn(self._start_first(slot))
-        self._spawn(self._watch_workers())
-        self._spawn(self._watch_places())
+            slot.starter = self.spawn(self._start_first(slot))
+        self.spawn(self._watch_workers())
+        self.spawn(self._elasticity.watch())
         await asyncio.gather(*(self._until_live(slot) for slot in self.slots))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine as a task. An unexpected error is raised where groups are waited for."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
@@ -342,7 +326,7 @@ class Supervisor(Generic[W]):
         """Try again to start a worker in a slot that was given up (`_give_up`)."""
         if slot.state is SlotState.LOST and slot.starter is not None and slot.starter.done():
             reason, slot.fault = str(slot.fault or "lost"), None
-            slot.starter = self._spawn(self._recover(slot, "while idle", reason))
+            slot.starter = self.spawn(self._recover(slot, "while idle", reason))
 
     def lose(self, slot: Slot[W], worker: W, occasion: str, reason: str) -> None:
         """Replace a live worker that is dead or hangs, unless it is being replaced already.
@@ -356,12 +340,12 @@ class Supervisor(Generic[W]):
         n_groups = self._dispatcher.requeue(slot)
         if n_groups:
             occasion = f"and its {n_groups} groups are sent again"
-        slot.starter = self._spawn(self._recover(slot, occasion, reason))
+        slot.starter = self.spawn(self._recover(slot, occasion, reason))
 
     async def _start_first(self, slot: Slot[W]) -> None:
         """Start the worker that a slot has when the run begins."""
         try:
-            reason = await self._start(slot, first=True)
+            reason = await self.start_worker(slot, first=True)
         except Exception as error:  # of the constructor: another worker's would fail alike
             self._give_up(slot, error)
         else:
@@ -382,9 +366,9 @@ class Supervisor(Generic[W]):
                     return self._leave(slot, departure)
                 if reason is not None:
                     self._report(f"a rollout worker is replaced {occasion}: {reason}")
-                await self._renew(slot)
+                await self.renew(slot)
                 reason, occasion = (
-                    await self._start(slot),
+                    await self.start_worker(slot),
                     "before it has taken the place of another",
                 )
                 if reason is None:
@@ -398,7 +382,7 @@ class Supervisor(Generic[W]):
         Raises:
             WorkersLost: too many workers died for this to be chance.
         """
-        await self._look_at_places([slot])
+        await self._elasticity.look_at_places([slot])
         if slot.place is Place.GONE:
             return reason
         if slot.place is Place.AWAITED:
@@ -415,7 +399,7 @@ class Supervisor(Generic[W]):
             return f"{slot.deaths} of its workers failed, one after the other, and the last one: {reason}"
         return None
 
-    async def _renew(self, slot: Slot[W]) -> None:
+    async def renew(self, slot: Slot[W]) -> None:
         """Put a new worker into the slot of a lost one."""
         slot.restarts += 1
         self.replaced += 1
@@ -426,7 +410,7 @@ class Supervisor(Generic[W]):
         slot.weights, slot.hang, slot.blind_looks = None, None, 0
         slot.move(SlotState.STARTING)
 
-    async def _start(self, slot: Slot[W], first: bool = False) -> str | None:
+    async def start_worker(self, slot: Slot[W], first: bool = False) -> str | None:
         """Wait until the slot's worker has its model and the newest weights, and make it live.
 
         Returns:
@@ -483,6 +467,19 @@ class Supervisor(Generic[W]):
             slot.move(SlotState.LOST)
         self.fail(slot, error)
 
+    def _kill(self, slot: Slot[W]) -> None:
+        """Kill the slot's worker, which may take seconds, without waiting for it."""
+        self.spawn(self._in_thread(slot.worker.kill))
+
+    def make_slot(self, number: int) -> Slot[W]:
+        """Make a slot with a worker that starts."""
+        return Slot(number, self._make(number))
+
+    def admit(self, slot: Slot[W]) -> None:
+        """Give a slot that has joined, and is live, a share of the work."""
+        self.turnover += 1
+        self._dispatcher.add(slot)
+
     def _leave(self, slot: Slot[W], reason: str) -> None:
         """Remove a slot for good; others do its work."""
         slot.move(SlotState.LEAVING)
@@ -494,34 +491,7 @@ class Supervisor(Generic[W]):
             "worker_left",
         )
         self._dispatcher.remove(slot)
-        self._spawn(self._in_thread(slot.worker.kill))
-
-    async def _join(self, number: int) -> None:
-        """Start a worker in a new slot, and add the slot once it is live; give up if that fails."""
-        slot = Slot(number, self._make(number))
-        self._joining.append(slot)
-        try:
-            reason = await self._start(slot)
-            for _ in range(JOIN_TRIES - 1):
-                if reason is None:
-                    break
-                await self._look_at_places([slot])
-                if slot.place is Place.GONE:
-                    break
-                await self._renew(slot)
-                reason = await self._start(slot)
-        except Exception as error:
-            reason = reason_of(error)
-        finally:
-            self._joining.remove(slot)
-        if reason is None:
-            # Nothing else has run in the loop since it became live, so it misses no work or sync.
-            self.turnover += 1
-            self._dispatcher.add(slot)
-            self._report(f"rollout worker {number} joined: {len(self.slots)} now", "worker_joined")
-        else:
-            await self._in_thread(slot.worker.kill)
-            self._report(f"rollout worker {number} did not join: {reason}", "worker_left")
+        self._kill(slot)
 
     # --- watching ---------------------------------------------------------------------------------
 
@@ -529,69 +499,8 @@ class Supervisor(Generic[W]):
         """Replace busy workers that are dead or hang, with a check every `WATCH_S` seconds."""
         while True:
             await asyncio.sleep(WATCH_S)
-            for slot in [*self.slots, *self._joining]:
+            for slot in [*self.slots, *self._elasticity.joining]:
                 try:
-                    self._look_at_worker(slot)
+                    self._watch.look_at(slot)
                 except Exception as error:  # must not end the watch of the other workers
-                    self._note_watch_fault(error)
-
-    async def _watch_places(self) -> None:
-        """Look for lost nodes of starting workers, and for new nodes, every `WATCH_S` seconds."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            try:
-                await self._look_at_places(
-                    [s for s in [*self.slots, *self._joining] if s.state is SlotState.STARTING]
-                )
-                for number in await self._in_thread(self._newcomers):
-                    self._spawn(self._join(number))
-            except Exception as error:
-                self._note_watch_fault(error)
-
-    def _look_at_worker(self, slot: Slot[W]) -> None:
-        """Replace a busy worker that is dead or hangs.
-
-        A starting worker is not checked: it answers nothing before its constructor is done.
-        """
-        if not slot.busy or slot.state not in (SlotState.LIVE, SlotState.LOADING_WEIGHTS):
-            return
-        try:
-            reason, slot.blind_looks = slot.worker.failure(), 0
-        except Exception as error:
-            self._note_watch_fault(error)
-            slot.blind_looks += 1
-            reason = (
-                f"it can't be watched: {reason_of(error)}"
-                if slot.blind_looks > MAX_BLIND_LOOKS
-                else None
-            )
-        if reason is None:
-            return
-        if slot.live:
-            self.lose(slot, slot.worker, "while idle", reason)
-        elif slot.hang is None:
-            # Killing it makes `bring_live`, which waits for its weights, raise WorkerDied.
-            slot.hang = reason
-            self._spawn(self._in_thread(slot.worker.kill))
-
-    def _note_watch_fault(self, error: Exception) -> None:
-        """Log an unexpected error of the watch, once while it stays the same."""
-        reason = reason_of(error)
-        if reason != self._watch_fault and not sys.is_finalizing():
-            self._watch_fault = reason
-            log.warning(
-                "looking after rollout workers failed, and is tried again: %s",
-                reason,
-                exc_info=error,
-            )
-
-    async def _look_at_places(self, slots: Sequence[Slot[W]]) -> None:
-        """Update the places of slots; they stay as they were if that fails."""
-        if not slots:
-            return
-        try:
-            places = await self._in_thread(self._places, [slot.number for slot in slots])
-        except Exception as error:
-            return self._note_watch_fault(error)
-        for slot in slots:
-            slot.place = places.get(slot.number, Place.THERE)
+                    self._watch.note_fault(error)

@@ -12,24 +12,26 @@ No Ray. Everything here runs in the supervisor's event loop, so "live" cannot ch
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
 
-from rlinf_vl.rollout.slot import Slot, SlotState, W, WorkerDied
+from rlinf_vl.rollout.slot import Slot, SlotState, W, WeightsKey, WorkerDied
 
 if TYPE_CHECKING:
-    from rlinf_vl.transport.sender import Snapshot
+    from rlinf_vl.weights.sender import Snapshot
 
 #: Seconds that a worker has to take weights once they exist.
 LOAD_TIMEOUT_S = 600.0
 
-#: Identifies weights: (how often weights were forgotten before, version). Weights are forgotten
-#: when the actor goes back to a checkpoint; from there versions repeat, with other weights.
-WeightsKey = tuple[int, int]
-
-
 #: Returns the weights that the ranks sent last, None while they have sent none. It may wait for
 #: ranks that train.
 SnapshotSource = Callable[[], "Snapshot | None"]
+
+
+class Receiver(NamedTuple, Generic[W]):
+    """A slot that takes part in a sync, with its worker of then."""
+
+    slot: Slot[W]
+    worker: W
 
 
 @dataclass(eq=False)
@@ -46,7 +48,7 @@ class WeightUpdate(Generic[W]):
         answers: the worker's answer by slot; None if the worker died.
     """
 
-    receivers: list[tuple[Slot[W], W]]
+    receivers: list[Receiver[W]]
     base: WeightsKey | None
     key: WeightsKey | None = None
     take: Callable[[W], Awaitable[Any]] | None = None
@@ -94,7 +96,7 @@ class WeightUpdates(Generic[W]):
 
     def open(self) -> WeightUpdate[W]:
         """Begin a sync with the slots that are live now."""
-        receivers = [(slot, slot.worker) for slot in self._keeper.slots if slot.live]
+        receivers = [Receiver(slot, slot.worker) for slot in self._keeper.slots if slot.live]
         self.update = WeightUpdate(receivers, base=self.newest)
         return self.update
 
@@ -107,11 +109,8 @@ class WeightUpdates(Generic[W]):
         joinable: bool,
     ) -> None:
         """Make the receivers of a sync take its weights, which the ranks offer or will offer."""
-        self._snapshot_source, self._fetching, self.newest = (
-            snapshot_source,
-            None,
-            (self._origin, version),
-        )
+        self._snapshot_source, self._fetching = snapshot_source, None
+        self.newest = WeightsKey(self._origin, version)
         update.key, update.take, update.joinable = self.newest, take, joinable
         for slot, worker in update.receivers:
             self._begin_take(update, slot, worker)
@@ -191,7 +190,7 @@ class WeightUpdates(Generic[W]):
                 return slot.move(SlotState.LIVE)
             elif update is not None and slot.weights == update.base:
                 slot.move(SlotState.LIVE)
-                update.receivers.append((slot, slot.worker))
+                update.receivers.append(Receiver(slot, slot.worker))
                 return self._begin_take(update, slot, slot.worker)
             else:
                 slot.weights = await self._load(slot)
@@ -206,7 +205,7 @@ class WeightUpdates(Generic[W]):
             snapshot = await self._fetch_snapshot()
             if snapshot is None:
                 return slot.weights
-            loading = slot.worker.call("load_weights", snapshot.buckets, snapshot.version)
+            loading = slot.worker.call("load_snapshot", snapshot)
             await self._keeper.owed(slot, _in_time(loading))
         except WorkerDied:
             raise
@@ -217,7 +216,7 @@ class WeightUpdates(Generic[W]):
                 await changed.wait()
                 slot.fault = None
             return slot.weights
-        return origin, snapshot.version
+        return WeightsKey(origin, snapshot.version)
 
     async def _fetch_snapshot(self) -> "Snapshot | None":
         """Fetch the weights that the ranks sent last, once for all workers that ask meanwhile."""

@@ -33,7 +33,7 @@ def evaluation_config(
             evaluated.
     """
     # these two are no config keys: they name the weights to evaluate
-    evaluated = {key: "" for key in ("checkpoint", "model")}
+    evaluated = dict.fromkeys(("checkpoint", "model"), "")
     config_overrides = []
     for text in overrides:
         key, _, value = text.partition("=")
@@ -49,6 +49,10 @@ def evaluation_config(
         model.model_path = os.path.abspath(evaluated["model"]) if is_folder else evaluated["model"]
     sampling = config.algorithm.val_sampling_params
     problems = []
+    if config.cluster.backend == "local":
+        problems.append(
+            "cluster.backend: local is for training; an evaluation needs cluster.backend=ray"
+        )
     if samples < 1:
         problems.append(f"--samples {samples}: at least one answer to each problem")
     elif samples > 1 and sampling.temperature == 0:

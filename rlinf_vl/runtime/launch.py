@@ -38,7 +38,7 @@ from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
-from rlinf_vl.runtime.nodes import ElasticNodes, Node, Seat, nodes_with
+from rlinf_vl.runtime.nodes import ElasticNodes, Node, WorkerPlacement, nodes_with
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Reservation:
 
     device: str
     actor: tuple[dict[str, Any], ...]  #: Ray options of each actor rank
-    rollout: tuple[Seat, ...]  #: seat of each rollout worker
+    rollout: tuple[WorkerPlacement, ...]  #: of each rollout worker
     placement: Placement  #: the slots of both
     elastic: ElasticNodes | None = (
         None  #: with `cluster.elastic_rollout`: workers may join and leave
@@ -265,7 +265,7 @@ def reserve(
             placement.map(_addresses(nodes, groups)),
         )
         process_options: list[dict[str, Any]] = []
-        # Elastic workers get seats below.
+        # Elastic workers are placed below.
         for slots in users[: len(ranks)] if is_elastic else users:
             number = placement.node_of(slots[0])
             bundle = sum(
@@ -282,13 +282,13 @@ def reserve(
             size = config.rollout.tensor_parallel_size
             elastic = ElasticNodes(kinds, size, options or {}, list(groups.values()), placed_nodes)
             rollout = [
-                elastic.seat(nodes[placement.node_of(slots[0])].id, len(slots))
+                elastic.place_worker(nodes[placement.node_of(slots[0])].id, len(slots))
                 for slots in placement.engines
             ]
         else:
             engines = zip(process_options[len(ranks) :], placement.engines, strict=True)
             rollout = [
-                Seat(
+                WorkerPlacement(
                     worker_options, len(slots), learns and not {*slots}.isdisjoint(placement.actor)
                 )
                 for worker_options, slots in engines
@@ -408,7 +408,7 @@ def _check_nodes() -> None:
         if node["Alive"]
     }
     done, unanswered = ray.wait(list(nodes), num_returns=len(nodes), timeout=WORKER_S)
-    problems = {ref: f"no worker within {WORKER_S:g} s" for ref in unanswered}
+    problems = dict.fromkeys(unanswered, f"no worker within {WORKER_S:g} s")
     for ref in done:
         try:
             ray.get(ref)

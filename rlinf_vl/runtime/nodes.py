@@ -46,8 +46,8 @@ def nodes_with(kind: str) -> list[Node]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of one rollout worker.
+class WorkerPlacement:
+    """The resources of one rollout worker.
 
     Attributes:
         options: its Ray options.
@@ -63,7 +63,7 @@ class Seat:
 
 
 class ElasticNodes:
-    """Seats on nodes that join the cluster during a run, and the loss of seats with their nodes."""
+    """Placements on nodes that join the cluster during a run, and their loss with these nodes."""
 
     def __init__(
         self,
@@ -88,15 +88,16 @@ class ElasticNodes:
         self._ranks = ranks
         self._placed_nodes = placed_nodes
 
-    def seat(self, node: str, slots: int) -> Seat:
-        """Return a seat on this node and no other. Nothing is reserved: its worker takes the slots
+    def place_worker(self, node: str, slots: int) -> WorkerPlacement:
+        """Return a placement on this node and no other. Nothing is reserved: its worker takes the slots
         when it starts."""
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         shares = {f"num_{kind.lower()}s": float(slots) for kind in self._kinds}
-        return Seat({"scheduling_strategy": strategy, **shares, **self._options}, slots, node=node)
+        options = {"scheduling_strategy": strategy, **shares, **self._options}
+        return WorkerPlacement(options, slots, node=node)
 
-    def newcomers(self) -> list[Seat]:
-        """Return seats on nodes not seen before; no seats while ranks wait for a node, since the
+    def newcomers(self) -> list[WorkerPlacement]:
+        """Return placements on nodes not seen before; none while ranks wait for a node, since the
         next one is theirs."""
         tables = [placement_group_table(group) for group in self._ranks]
         if any(table["state"] != "CREATED" for table in tables):
@@ -107,13 +108,13 @@ class ElasticNodes:
         new = [node for node in nodes_with(self._kinds[-1]) if node.id not in occupied]
         self._placed_nodes |= {node.id for node in new}
         return [
-            self.seat(node.id, self._slots)
+            self.place_worker(node.id, self._slots)
             for node in new
             for _ in range(node.slots // self._slots)
         ]
 
-    def lost(self, seat: Seat) -> bool:
-        """Return whether the seat's node has left the cluster."""
-        return seat.node is not None and all(
-            node["NodeID"] != seat.node or not node["Alive"] for node in ray.nodes()
+    def lost(self, placement: WorkerPlacement) -> bool:
+        """Return whether the placement's node has left the cluster."""
+        return placement.node is not None and all(
+            node["NodeID"] != placement.node or not node["Alive"] for node in ray.nodes()
         )

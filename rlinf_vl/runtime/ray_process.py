@@ -4,15 +4,14 @@ in.
 torch is imported where it is needed: the process that records trajectories does without.
 """
 
-import gc
 import hashlib
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -55,10 +54,8 @@ def first_report(text: str) -> bool:
 @ray.remote(num_cpus=0, max_retries=0)
 def _kill_process(pid: int) -> None:
     """End a process, also a stopped or wedged one, which does not answer Ray."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def own_process(cpu_threads: int | None, device: str) -> None:
@@ -82,31 +79,6 @@ def own_process(cpu_threads: int | None, device: str) -> None:
         "MKL_NUM_THREADS": str(threads),
     }
     torch.set_num_threads(threads)
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import without garbage collection.
-
-    torch and transformers make half a million objects that stay; scanning them again and again
-    takes a sixth of the time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def freeze_loaded() -> None:
-    """Exclude all present objects from garbage collection; call it once an actor has loaded
-    everything.
-
-    Half a million objects of torch and transformers would hold up every thread for 0.2 s at each
-    collection.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def threads_beside(cores: int, gpus: int) -> int:

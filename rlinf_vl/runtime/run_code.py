@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlinf_vl.code import is_code
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.user_code import is_code
 
 OPTION = "--trust-run-code"
 

@@ -1,1 +1,1 @@
-"""Move groups from workers to ranks (`groups`) and weights from ranks to engines (`strategies`)."""
+"""Move groups through the object store (`groups`); let process groups meet (`rendezvous`)."""

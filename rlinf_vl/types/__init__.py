@@ -8,7 +8,7 @@ They are frozen, and import neither torch nor Ray nor any other package of rlinf
 """
 
 from rlinf_vl.types.engine import Completion, Request, Sample, SamplingParams
-from rlinf_vl.types.group import Group, GroupSummary
+from rlinf_vl.types.group import Group, Reference
 from rlinf_vl.types.problem import (
     ENGINE_FAULT,
     ENVIRONMENT_FAULT,
@@ -20,12 +20,13 @@ from rlinf_vl.types.problem import (
     Message,
     Problem,
 )
+from rlinf_vl.types.summary import GroupSummary, TrajectorySummary
 from rlinf_vl.types.training import MicroBatch, Prices, RowPart
 from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_tokens
 
 __all__ = [
     "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary",
-    "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Request",
-    "RowPart", "Sample", "SamplingParams", "TokenSequence", "Trajectory", "Turn", "UNGRADABLE",
-    "distinct_tokens",
+    "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Reference",
+    "Request", "RowPart", "Sample", "SamplingParams", "TokenSequence", "Trajectory",
+    "TrajectorySummary", "Turn", "UNGRADABLE", "distinct_tokens",
 ]  # fmt: skip

@@ -44,9 +44,8 @@ class Sample:
     logprobs: np.ndarray = field(repr=False)  # float32 [R]
     versions: np.ndarray = field(repr=False)  # int32 [R]
     finish_reason: str
+    #: [R] or [R, …]; or [P + R, …], if the engine reports them for the prompt, too.
     columns: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
-    #: [P + R, L·k], for the tokens of prompt and sample.
-    routes: np.ndarray | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,24 @@
-"""The trajectories of one problem: their group, its compact pickle, and its summary."""
+"""The trajectories of one problem: their group, and its compact pickle."""
 
 import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from itertools import starmap
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from rlinf_vl.types.problem import UNGRADABLE, Grid, ImageRef
-from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_tokens
+from rlinf_vl.types.problem import Grid, ImageRef
+from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn
 
 #: Per-token arrays that are constant where nothing was sampled; they aren't sent for the prefix.
 _NOT_SAMPLED = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
 
 
+#: A reference to an object that another process may hold: a `ray.ObjectRef`, or in a run without
+#: Ray (`cluster.backend: local`) the object itself.
+Reference: TypeAlias = Any
 #: dtype of a per-token array, and the shape of one token's value.
 _Kind = tuple[str, tuple[int, ...]]
 
@@ -28,9 +31,9 @@ def _kinds(sequence: TokenSequence) -> dict[str, _Kind]:
 class Group:
     """The trajectories of one problem.
 
-    All sequences begin with the same `prefix_length` tokens, images and columns, none of them
-    sampled, and have columns of the same names. The first sequence's routes of the prefix stand for
-    all sequences: an engine computes a prompt once, or several times up to rounding.
+    All sequences begin with the same `prefix_length` tokens and images, none of them sampled, and
+    have columns of the same names. The first sequence's columns of the prefix stand for all
+    sequences: an engine computes a prompt once, or several times up to rounding.
 
     A pickle holds the prefix and each distinct image once, and all arrays in one buffer.
     """
@@ -185,7 +188,7 @@ def _load_group(
                 name: np.concatenate([prefix[name], read(kind, n)]) for name, kind in fields.items()
             }
             arrays: dict[str, Any] = {
-                name: columns.pop(name, None) for name in ("ids", "routes", *_NOT_SAMPLED)
+                name: columns.pop(name, None) for name in ("ids", *_NOT_SAMPLED)
             }
             image_grids = tuple((images[i], grid) for i, grid in sequence_images)
             sequences.append(TokenSequence(**arrays, images=image_grids, columns=columns))
@@ -198,100 +201,3 @@ def _load_group(
     return Group(
         group_id, problem_id, prefix_length, tuple(trajectories), answer, corrupted_images, labels
     )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSummary:
-    """The figures of a group that the controller gets, without tokens and pixels.
-
-    Tuples have one entry per trajectory, unless a comment says otherwise.
-    """
-
-    id: str
-    problem_id: str
-    prompt_tokens: int  # length of the prefix that all trajectories share
-    tokens: tuple[int, ...]  # prefix included; shared tokens of a trajectory count once
-    response_tokens: tuple[int, ...]  # sampled tokens; one in several sequences counts for each
-    rewards: tuple[float, ...]
-    correct: tuple[bool, ...]
-    statuses: tuple[str, ...]
-    errors: tuple[str | None, ...]
-    min_version: int
-    max_version: int
-    images: int  # distinct images of all trajectories
-    patches: int  # patches of those images
-    #: Encoded bytes of each image by hash, including those that corrupted trajectories saw.
-    image_bytes: dict[str, int]
-    array_bytes: int = 0
-    #: Bytes in the object store: of the group, and of each image that no earlier group had stored.
-    object_bytes: int = 0
-    ungradable: int = 0  # the number of responses that a reward function could not grade
-    ungraded: tuple[str, ...] = ()  # the reasons why; one entry per such response
-    turns: tuple[int, ...] = ()  # number of answers
-    metrics: tuple[dict[str, float], ...] = ()  # `Trajectory.metrics`
-    #: Not per trajectory: seconds in which the engine had work, and all seconds, since the worker's
-    #: last group.
-    engine_seconds: tuple[float, float] = (0.0, 0.0)
-    prefilled_tokens: int = 0  # by the worker's engine, since the worker's last group
-    hung_calls: int = 0  # environment calls hanging in the worker when the group was finished
-    turn_rewards: tuple[tuple[float, ...], ...] = ()  # `Trajectory.turn_rewards`
-    turn_tokens: tuple[tuple[int, ...], ...] = ()  # `Trajectory.turn_tokens`
-    turn_states: tuple[tuple[str, ...], ...] = ()  # `Trajectory.turn_states`
-    turn_thoughts: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # `Trajectory.turn_thoughts`
-    cuts: tuple[int, ...] = ()  # `Trajectory.cuts`
-    corrupted: tuple[bool, ...] = ()  # `Trajectory.corrupted`
-    #: Number of sampled tokens by the version of the weights that sampled them.
-    version_tokens: dict[int, int] = field(default_factory=dict)
-    parts: tuple[dict[str, float], ...] = ()  # `Trajectory.reward_parts` without `UNGRADABLE`
-    penalized: tuple[str, ...] = ()  # `Trajectory.penalized`; one entry per penalized trajectory
-
-    @classmethod
-    def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
-        """Summarize a group; `image_token_id` is the id of image placeholders."""
-        versions = np.concatenate(
-            [np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)]
-        )
-        distinct_versions, version_counts = np.unique(versions, return_counts=True)
-        images = group.images
-        all_images = [image for image, _ in images] + list(group.corrupted_images.values())
-        parts = []
-        for trajectory in group.trajectories:
-            parts.append(
-                {name: part for name, part in trajectory.reward_parts.items() if name != UNGRADABLE}
-            )
-        return cls(
-            id=group.id,
-            problem_id=group.problem_id,
-            prompt_tokens=group.prefix_length,
-            tokens=tuple(
-                distinct_tokens(t.sequences, image_token_id) or group.prefix_length
-                for t in group.trajectories
-            ),
-            response_tokens=tuple(t.n_response_tokens for t in group.trajectories),
-            rewards=tuple(float(t.reward) for t in group.trajectories),
-            correct=tuple(bool(t.correct) for t in group.trajectories),
-            statuses=tuple(t.status for t in group.trajectories),
-            errors=tuple(t.error for t in group.trajectories),
-            min_version=int(versions.min()) if versions.size else -1,
-            max_version=int(versions.max()) if versions.size else -1,
-            version_tokens=dict(
-                zip(distinct_versions.tolist(), version_counts.tolist(), strict=True)
-            ),
-            images=len(images),
-            patches=sum(math.prod(grid) for _, grid in images),
-            image_bytes={image.hash: len(image.data) for image in all_images},
-            array_bytes=group.array_bytes,
-            object_bytes=object_bytes,
-            ungradable=sum(UNGRADABLE in t.reward_parts for t in group.trajectories),
-            ungraded=tuple(t.ungraded for t in group.trajectories if t.ungraded),
-            turns=tuple(len(t.turns) for t in group.trajectories),
-            metrics=tuple(t.metrics for t in group.trajectories),
-            turn_rewards=tuple(t.turn_rewards for t in group.trajectories),
-            turn_tokens=tuple(t.turn_tokens for t in group.trajectories),
-            turn_states=tuple(t.turn_states for t in group.trajectories),
-            turn_thoughts=tuple(t.turn_thoughts for t in group.trajectories),
-            cuts=tuple(t.cuts for t in group.trajectories),
-            corrupted=tuple(t.corrupted for t in group.trajectories),
-            penalized=tuple(t.penalized for t in group.trajectories if t.penalized),
-            parts=tuple(parts),
-        )

@@ -27,7 +27,7 @@ class MicroBatch:
     cu_seqlens: np.ndarray  # int64 [S + 1], segment bounds 0 … T; the last may be padding
     prefix: np.ndarray  # int64 [S], the segment that it continues, -1 for none
     copies: np.ndarray  # int64 [S], the number of sequences that share it; 0 for padding
-    routes: np.ndarray | None  # [T, L·k], see `TokenSequence.routes`; None if no sequence has them
+    row_columns: dict[str, np.ndarray]  # [T, …], `TokenSequence.columns` of all tokens: for models
     predict: np.ndarray  # int64 [R], row positions whose hidden state predicts a sampled token
     targets: np.ndarray  # int64 [R], the sampled tokens
     trajectories: np.ndarray  # int64 [R], the trajectory of the sampled token, 0, 1, … in the row
@@ -37,7 +37,7 @@ class MicroBatch:
     advantages: np.ndarray  # float32 [R]
     rollout_logprobs: np.ndarray | None  # float32 [R], None if the engine returned none
     versions: np.ndarray  # int32 [R], version of the weights that sampled the token
-    columns: dict[str, np.ndarray]  # [R], see `TokenSequence.columns`; empty without trajectories
+    columns: dict[str, np.ndarray]  # [R, …], the same of the sampled tokens: for losses
     images: tuple[str, ...]  # hashes of the distinct images
     #: float32 [P, d], the patches of the images; None without images, or if features replace them.
     pixel_values: np.ndarray | None

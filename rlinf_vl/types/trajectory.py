@@ -29,15 +29,12 @@ class TokenSequence:
     # Int32, version of the weights that sampled the token, -1 where not sampled.
     versions: np.ndarray
     images: tuple[tuple[ImageRef, Grid], ...] = ()  # in order of placeholders, repeats included
-    columns: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays by name
-    #: Experts that the engine chose for each token, uint8 or int16 [T, L·k] (`Mixture.dtype`): k in
-    #: each of the L mixture layers. All 0 for a token that the engine did not report, such as the
-    #: last. None if it reports no experts (`actor.routing_replay`).
-    routes: np.ndarray | None = None
+    #: Further arrays by name, [T] or [T, …]; 0 for a token of which the engine reported nothing.
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
-            assert len(array) == len(self.ids) and array.ndim == 1 + (name == "routes"), (
+            assert len(array) == len(self.ids) and (array.ndim == 1 or name in self.columns), (
                 f"{name} has shape {array.shape}, ids {self.ids.shape}"
             )
         assert not self.loss_mask[:1].any(), (
@@ -46,8 +43,16 @@ class TokenSequence:
 
     @classmethod
     def of_sample(cls, request: Request, sample: Sample) -> "TokenSequence":
-        """Join a prompt and one sample drawn for it; `sample.columns` are 0 on the prompt."""
+        """Join a prompt and one sample drawn for it.
+
+        Columns of the sampled tokens alone are 0 on the prompt.
+        """
         prompt = len(request.ids)
+        columns = {}
+        for name, column in sample.columns.items():
+            n_unreported = prompt + len(sample.ids) - len(column)
+            zeros = np.zeros((n_unreported, *column.shape[1:]), column.dtype)
+            columns[name] = np.concatenate([zeros, column])
         grids = [(t, h, w) for t, h, w in request.image_grids.tolist()]
         return cls(
             ids=np.concatenate([request.ids, sample.ids]).astype(np.int32, copy=False),
@@ -55,34 +60,20 @@ class TokenSequence:
             logprobs=np.concatenate([np.zeros(prompt, np.float32), sample.logprobs]),
             versions=np.concatenate([np.full(prompt, -1, np.int32), sample.versions]),
             images=tuple(zip(request.images, grids, strict=True)),
-            columns={
-                n: np.concatenate([np.zeros(prompt, c.dtype), c]) for n, c in sample.columns.items()
-            },
-            routes=sample.routes,
+            columns=columns,
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return every per-token array by name."""
-        arrays = {
-            "ids": self.ids,
-            "loss_mask": self.loss_mask,
-            "versions": self.versions,
-        } | self.columns
-        optional = {"logprobs": self.logprobs, "routes": self.routes}
-        return arrays | {name: array for name, array in optional.items() if array is not None}
+        arrays = {"ids": self.ids, "loss_mask": self.loss_mask, "versions": self.versions}
+        if self.logprobs is not None:
+            arrays["logprobs"] = self.logprobs
+        return arrays | self.columns
 
     def with_images(self, images: Mapping[str, Any]) -> "TokenSequence":
         """Return the sequence with its images replaced by `images`, a mapping by hash."""
         return replace(
             self, images=tuple((images.get(image.hash, image), grid) for image, grid in self.images)
-        )
-
-    def assert_images_placed(self, image_token_id: int, merge_size: int) -> None:
-        """Assert that there are as many placeholder ids as the images need."""
-        placeholders = int((self.ids == image_token_id).sum())
-        needed = sum(math.prod(grid) for _, grid in self.images) // merge_size**2
-        assert placeholders == needed, (
-            f"{placeholders} image placeholder ids for {len(self.images)} images that need {needed}"
         )
 
     def shared_length(self, sequence: "TokenSequence", image_token_id: int) -> int:
@@ -92,8 +83,10 @@ class TokenSequence:
         not at all.
         """
         n = min(len(self.ids), len(sequence.ids))
-        differing = np.flatnonzero(self.ids[:n] != sequence.ids[:n])
-        n = int(differing[0]) if len(differing) else n
+        differs = self.ids[:n] != sequence.ids[:n]
+        # `argmax` stops at the first difference; without any it is 0.
+        if n and differs[first := int(differs.argmax())]:
+            n = first
         pairs = zip(self.images, sequence.images, strict=False)
         for k, ((ours, our_grid), (theirs, their_grid)) in enumerate(pairs):
             if ours.hash != theirs.hash or our_grid != their_grid:

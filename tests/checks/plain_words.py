@@ -22,20 +22,12 @@ VAGUE = frozenset(
 )
 #: Words that a docstring does not begin with: a verb, or an article and a noun, comes first.
 RIDDLES = frozenset("What Of Which As Those That Where Who Whose So".split())
-#: Parameters of `answer.said` reach users' own reward functions by this name: docs/rewards.md.
-REWARD_CONTRACT = "the name is part of the contract of reward functions"
 #: (file, name): why the name stays.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("rlinf_vl/actor/group.py", "then"): "a callback of the protocol Learner",
     ("rlinf_vl/api.py", "others"): "a parameter of the public Run.report",
     ("rlinf_vl/data/dataset.py", "bad"): "a field of FilterResult, which five rooms read",
     ("rlinf_vl/data/dataset.py", "kept"): "a field of FilterResult, which five rooms read",
-    ("rlinf_vl/rewards/boxes.py", "said"): REWARD_CONTRACT,
-    ("rlinf_vl/rewards/choices.py", "said"): REWARD_CONTRACT,
-    ("rlinf_vl/rewards/judge.py", "said"): REWARD_CONTRACT,
-    ("rlinf_vl/rewards/named.py", "said"): REWARD_CONTRACT,
-    ("rlinf_vl/rewards/result.py", "said"): REWARD_CONTRACT,
-    ("rlinf_vl/rewards/texts.py", "said"): REWARD_CONTRACT,
     ("rlinf_vl/toy/maze.py", "shown"): "a key of rollout.env_kwargs",
 }
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
 CONFIG = """# Which shape is it?
 defaults: [toy-grpo-cpu]

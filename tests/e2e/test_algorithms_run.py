@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from whole_run import LOCAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -23,9 +24,9 @@ def median(rewards, group_ids, tokens):
     return out
 
 
-def plain(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high):
-    assert len(segment_ids) == len(logprobs)
-    return -advantages * (logprobs - old_logprobs).clamp(max=clip_high).exp()
+def plain(inputs):
+    assert len(inputs.segment_ids) == len(inputs.logprobs) == len(inputs.rollout_logprobs)
+    return -inputs.advantages * (inputs.logprobs - inputs.old_logprobs).clamp(max=inputs.clip_high).exp()
 
 
 def broken(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high):
@@ -38,7 +39,7 @@ def train(folder: Path, *overrides: str, expect: int = 0) -> str:
         f"runner.output_dir={folder}", "runner.max_steps=3", "runner.save_interval=2", "runner.val_check_interval=-1",
         "data.rollout_batch_size=8", "algorithm.n_minibatches=2", "runner.trajectories.train_groups=-1",
         "algorithm.kl_beta=0.05", "algorithm.kl_placement=reward", "algorithm.dynamic_sampling.enable=true",
-        "algorithm.overlong.buffer=12",
+        "algorithm.overlong.buffer=12", LOCAL,
     ]  # fmt: skip
     command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *settings, *overrides]
     done = subprocess.run(
@@ -95,6 +96,7 @@ def test_groups_that_tie_were_replaced(run):
     assert sum(row["rollout/rounds"] for row in lines(run, "metrics")) > 3
 
 
+@pytest.mark.slow
 def test_its_checkpoint_goes_on_to_the_same_numbers(run, own, tmp_path):
     train(tmp_path, *own, f"runner.resume_dir={run / 'toy-grpo-cpu/checkpoints/global_step_2'}")
     before, after = (
@@ -115,6 +117,7 @@ def test_its_checkpoint_goes_on_to_the_same_numbers(run, own, tmp_path):
     assert lines(tmp_path, "ledger")[-1] == lines(run, "ledger")[-1]
 
 
+@pytest.mark.slow
 def test_code_that_fails_ends_the_run_with_its_name(own, tmp_path):
     said = train(tmp_path, own[0], own[1].replace(":plain", ":broken"), expect=1)
     assert "own.py:broken failed: KeyError: 'nothing here'" in said

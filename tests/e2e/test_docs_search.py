@@ -17,7 +17,11 @@ pytest.importorskip("material", reason="mkdocs-material is not installed")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
 NO_BROWSER = f"no browser: neither does CHROMIUM name one nor is {', '.join(BROWSERS)} in PATH"
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER),
+    pytest.mark.slow,
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Words that a user types → the page that helps, which must be among the first `RESULTS`.
@@ -36,7 +40,7 @@ PAGE_OF_WORDS = {
     "4090": "one-small-gpu",
     "video": "data",
     "own data": "data",
-    "agent": "environments",
+    "agent": "agents",
     "tool calling": "environments",
     "own environment": "environments",
     "own reward": "rewards",

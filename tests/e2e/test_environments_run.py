@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from whole_run import LOCAL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
 GUESS = '''
 import asyncio, random
@@ -48,7 +49,7 @@ GRID = {
 
 
 def train(config: str, *overrides: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "rlinf_vl", "train", config, *overrides]
+    command = [sys.executable, "-m", "rlinf_vl", "train", config, LOCAL, *overrides]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL, cwd=cwd
     )

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlinf_vl.toy.task import toy_dataset_path
-from tests.whole_run import comparable
+from tests.whole_run import LOCAL, comparable
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
 #: An environment that fails where a row's other columns don't reach it.
 PROBE = """
@@ -121,7 +121,7 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
 
 
 def train(*arguments: str) -> None:
-    command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", *arguments]
+    command = [sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", LOCAL, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL
     )
@@ -181,7 +181,7 @@ def test_rows_of_every_format_train_two_steps_and_go_on_as_if_nothing_had_been(t
         f"runner.resume_dir={whole}/checkpoints/global_step_1",
         *overrides,
     )
-    # An environment's calls run in threads: when they end says which answers are decoded together, and that the last digits.
+    # The engine decodes while the environment is called: the time says which answers are decoded together, and that the last digits.
     resumed, noisy = (
         comparable(tmp_path / "resumed/toy-grpo-cpu")[2],
         "actor/rollout_train_abs_diff_max",

@@ -1,4 +1,4 @@
-"""A whole run on two ranks that is guided by all there is beside the reward: a teacher, PAPO, corrupted images."""
+"""A whole run that is guided by all there is beside the reward: a teacher, PAPO, corrupted images."""
 
 import pyarrow.parquet as pq
 import pytest

@@ -20,6 +20,7 @@ RESOURCES = json.dumps({"CPU": 1, "GPU": 1})
 TOKEN = "7" * 64
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.e2e,
     pytest.mark.skipif(not POSSIBLE, reason="needs root, and ip of iproute2"),
 ]

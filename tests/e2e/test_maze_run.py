@@ -1,4 +1,4 @@
-"""The maze as a whole run: real Ray, conversations with a picture in every turn, credited by state, from a checkpoint that can
+"""The maze as a whole run in one process: conversations with a picture in every turn, credited by state, from a checkpoint that can
 write answers."""
 
 import json

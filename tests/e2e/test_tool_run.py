@@ -1,4 +1,4 @@
-"""Conversations with a tool as a whole run: real Ray, from a checkpoint that can write calls, and lies of the tool beside it."""
+"""Conversations with a tool as a whole run in one process: from a checkpoint that can write calls, and lies of the tool."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
 STEPS = 2
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from tiny import (
     EOS,
-    IMAGE_ID,
-    MERGE,
+    IMAGE_TOKENS,
     PAD,
     answered,
     banned,
@@ -33,8 +32,8 @@ from unit.models.test_delta import ROWS as DELTA_ROWS
 from unit.models.test_delta import by_path
 from unit.models.test_delta import inputs as delta_inputs
 
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config.schema import ActorConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.engines.torch.sampling import Sampler, uniforms
@@ -270,13 +269,13 @@ def test_the_engine_samples_with_the_trainers_logprobs(family, dtype):
     for p in model.parameters():
         p.data = p.data.to(dtype)
     engine = TorchEngine(
-        model, family_of(family), banned=banned(), pixels=pixels, image_token_id=IMAGE_ID, merge_size=MERGE,
+        model, family_of(family), banned=banned(), pixels=pixels, image_tokens=IMAGE_TOKENS,
         max_running=64, device=CUDA,
     )  # fmt: skip
     rng, sampling = np.random.default_rng(1), SamplingParams(stop_ids=(EOS,), max_new_tokens=12)
     asked = [request(rng, s, sampling, range(8)) for s in ([(2, 3)], [], [(1, 1), (3, 2), (2, 2)])]
     policy = tiny_policy(dtype, model_type=family).to(CUDA)
-    collate = Collator(family_of(family), IMAGE_ID, MERGE, pixels, PAD)
+    collate = Collator(family_of(family), IMAGE_TOKENS, pixels, PAD)
     for r, completion in zip(asked, engine.generate(asked), strict=True):
         g = answered(r, completion.samples)
         batch = collate([Member(g, i, [0.0]) for i in range(8)], run_vision=bool(g.images))

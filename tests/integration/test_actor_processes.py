@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from rlinf_vl.actor import group
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.controller.weight_sync import WeightSync
 from rlinf_vl.rollout.updates import WeightUpdate
@@ -46,6 +47,10 @@ class Member:
 
     def fail(self):
         raise RuntimeError("connection closed by peer")
+
+    def __init__(self, stops=False):
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def sleep(self):
         time.sleep(600)
@@ -133,3 +138,19 @@ def test_a_wait_has_an_end(waiting):
     wait, (rank, _) = waiting
     with pytest.raises(ActorsLost, match="joining: not done within 3 s"):
         wait("joining", [rank.sleep.remote()], 3)
+
+
+def test_a_rank_that_is_stopped_before_it_begins_is_lost(monkeypatch):
+    """It answers no heartbeat yet, and its call would never end."""
+    monkeypatch.setattr(group, "IMPORT_TIMEOUT_S", 8.0)
+    members = [Member.remote(), Member.remote(stops=True)]
+    learner = object.__new__(group.ActorGroup)
+    learner.ranks, learner.heartbeat_timeout = members, 60.0
+    learner._processes = [member.process.remote() for member in members]
+    try:
+        with pytest.raises(ActorsLost, match="actor rank 1: it did not begin within 8 s"):
+            learner.start(1)
+        assert learner.placed(lambda: True) is False
+    finally:
+        for member in members:
+            ray.kill(member)

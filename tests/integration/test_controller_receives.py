@@ -9,6 +9,7 @@ import ray
 import torch
 
 from rlinf_vl.config import load_config
+from rlinf_vl.rollout.batch_stream import BatchReport
 from rlinf_vl.types import Group, ImageRef, Problem, Sample, Trajectory
 
 pytestmark = pytest.mark.integration
@@ -46,9 +47,17 @@ def offences(value, path="") -> list[str]:
     return []
 
 
+def summaries_in(value) -> int:
+    """Return the number of summaries in lists of reports."""
+    if isinstance(value, BatchReport):
+        return len(value.groups)
+    return sum(map(summaries_in, value)) if isinstance(value, (list, tuple)) else 0
+
+
 def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch):
-    from rlinf_vl.controller.run import run
+    from rlinf_vl.controller.supervise import supervise
     from rlinf_vl.observe.progress import RunProgress
+    from rlinf_vl.rollout import pool, worker_handle
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
     from rlinf_vl.toy.checkpoint import toy_checkpoint_path
@@ -68,14 +77,24 @@ def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch)
         received.append(value)
         return value
 
+    answer = worker_handle.answer
+
+    async def watched_answer(reference):
+        """What workers send the pool, the summaries of groups among it, is awaited."""
+        value = await answer(reference)
+        received.append(value)
+        return value
+
     with ray_cluster(config), reserve(config) as placement:
+        for module in (pool, worker_handle):
+            monkeypatch.setattr(module, "answer", watched_answer)
         monkeypatch.setattr(ray, "get", watched)
-        metrics = run(
+        metrics = supervise(
             config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest()
         )
         monkeypatch.setattr(ray, "get", get)
     assert metrics["reward/mean"] >= 0
-    assert len(received) > 15  # 8 + 8 + 4 groups, and what starts and trains
+    assert summaries_in(received) == 8 + 8 + 4
     found = [o for i, value in enumerate(received) for o in offences(value, f"#{i}")]
     assert not found
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from summaries import values
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
@@ -241,8 +242,8 @@ def test_what_is_kept_can_be_answered_and_trained_on(rank, found):
     images = {}
     for i in list(found.kept)[::17]:
         problem = rank.datasets["train"][i]
-        opening = asyncio.run(rank.player.open(problem, (1,), rank.sampling["train"]))
-        assert len(opening.requests) == 1
+        group = asyncio.run(rank.player.start_group(problem, (1,), rank.sampling["train"]))
+        assert len(group.first_requests) == 1
         images |= {image.hash: image for image in problem.images}
     assert len(images) > 40
     for image in images.values():
@@ -272,8 +273,8 @@ def test_a_bad_row_that_is_asked_for_all_the_same_is_a_group_with_that_reason(ra
         assert summary.problem_id == rank.datasets["train"].row_id(i)
         row = found.bad.get(i)
         expected = f"{row.kind}: {row.reason}" if row else f"{TOO_LONG}: the prompt has "
-        assert len(summary.errors) == 2 and all(
-            error.startswith(expected) for error in summary.errors
+        assert len(values(summary, "error")) == 2 and all(
+            error.startswith(expected) for error in values(summary, "error")
         )
 
 
@@ -321,9 +322,10 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
         record.check()
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
     """One epoch of some of the rows, through real actors; images that are decoded, tokenized and trained on."""
-    from rlinf_vl.controller.run import run
+    from rlinf_vl.controller.supervise import supervise
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
@@ -343,7 +345,9 @@ def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
     ]
     config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), reserve(config) as placement:
-        metrics = run(config, str(toy_folder), placement, tmp_path, RunProgress(), StopRequest())
+        metrics = supervise(
+            config, str(toy_folder), placement, tmp_path, RunProgress(), StopRequest()
+        )
     assert metrics["data/bad_rows"] == 120 and metrics["rollout/errors"] == 0
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert sorted(row for step in ledger for row in step["rows"]) == [

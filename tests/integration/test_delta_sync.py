@@ -9,8 +9,9 @@ import ray
 import torch
 
 from rlinf_vl.config import load_config
-from rlinf_vl.transport.buckets import WeightsDiffer
-from rlinf_vl.transport.sender import Offer
+from rlinf_vl.weights.buckets import WeightsDiffer
+from rlinf_vl.weights.delta import DeltaStrategy
+from rlinf_vl.weights.sender import Offer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 #: Several buckets even for the toy.
@@ -118,11 +119,12 @@ def wait_for_workers(pool):
     pool._call_all("in the test", "ready")
 
 
+@pytest.mark.slow
 def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weights(parts):
     from rlinf_vl.controller.weight_sync import WeightSync
 
     actors, pool = parts
-    sync = WeightSync("delta", actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
+    sync = WeightSync(DeltaStrategy(), actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
     shares, before = [], of_ranks(actors)
     for step in range(1, SYNCS + 1):
         move(actors, step)
@@ -145,13 +147,14 @@ def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weigh
     }
 
 
+@pytest.mark.slow
 def test_syncs_go_on_while_a_replacement_starts_for_longer_than_a_heartbeat_and_then_it_has_their_weights(
     parts, constructor_seconds
 ):
     from rlinf_vl.controller.weight_sync import WeightSync
 
     actors, pool = parts
-    sync = WeightSync("delta", actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
+    sync = WeightSync(DeltaStrategy(), actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
     sync(SYNCS + 1)
     before, first = pool.restarts, SYNCS + 2
     constructor_seconds.write_text(str(3 * HEARTBEAT_S))
@@ -181,8 +184,12 @@ def version_of(worker):
 
 
 def test_an_engine_of_another_version_refuses_changes(parts):
+    from rlinf_vl.controller.weight_sync import WeightSync
+
     actors, pool = parts
-    version = ray.get(version_of(pool.workers[0]))["version"]
+    version = ray.get(version_of(pool.workers[0]))["version"] + 1
+    sync = WeightSync(DeltaStrategy(), actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES)
+    sync(version)  # whole, so that there is something that changes refer to
     offers = [ray.put(offer) for offer in actors.call("sender.offer", version + 7, False)]
     stray = actors.call("sender.offer", version + 8, False)
     assert all(isinstance(offer, Offer) for offer in stray)
@@ -192,9 +199,14 @@ def test_an_engine_of_another_version_refuses_changes(parts):
     ):
         ray.get(
             pool.workers[0].take_weights.remote(
-                "delta", [ray.put(offer) for offer in stray], version + 8
+                DeltaStrategy(), [ray.put(offer) for offer in stray], version + 8
             )
         )
     assert issubclass(WeightsDiffer, RuntimeError)
-    ray.get([worker.take_weights.remote("delta", offers, version + 7) for worker in pool.workers])
+    ray.get(
+        [
+            worker.take_weights.remote(DeltaStrategy(), offers, version + 7)
+            for worker in pool.workers
+        ]
+    )
     assert_equal(actors, pool)

@@ -25,16 +25,16 @@ def nothing(response, answer, **row):
     return 0.0
 
 if "rlinf_vl.rollout.worker" in sys.modules:
-    from rlinf_vl.rollout import worker
-    received = worker.received
+    from rlinf_vl.weights import delta
+    patches = delta.patches
 
-    def hang(strategy, *arguments):
-        while strategy == "object_store" and Path("FOLDER/hang").exists():
+    def hang(deltas, device):
+        while deltas[0].base is None and Path("FOLDER/hang").exists():
             Path("FOLDER", str(os.getpid())).touch()
             time.sleep(0.1)
-        yield from received(strategy, *arguments)
+        yield from patches(deltas, device)
 
-    worker.received = hang
+    delta.patches = hang
 """
 
 

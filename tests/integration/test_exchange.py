@@ -18,6 +18,7 @@ from rlinf_vl.types import (
     TokenSequence,
     Trajectory,
 )
+from tests.object_store import used_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -77,14 +78,6 @@ def cluster():
         yield
 
 
-def used_bytes() -> int:
-    """What the object store of this node holds."""
-    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-
-    state = get_state_from_address(ray.get_runtime_context().gcs_address)
-    return get_memory_info_reply(state).store_stats.object_store_bytes_used
-
-
 def assert_falls_to(limit: int, seconds: float = 10) -> None:
     until = time.monotonic() + seconds
     while (used := used_bytes()) > limit:
@@ -133,10 +126,11 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
     assert_falls_to(before)
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
-    from rlinf_vl.controller.run import run
     from rlinf_vl.controller.run_log import RunLog
+    from rlinf_vl.controller.supervise import supervise
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
@@ -175,7 +169,9 @@ def test_a_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(RunLog, "end_step", watched)
     monkeypatch.setattr(RolloutPool, "stop", checked)
     with ray_cluster(config), reserve(config) as placement:
-        run(config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest())
+        supervise(
+            config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest()
+        )
     assert len(metrics) == 100
     assert resident[-1] - resident[19] < 4 * 2**20
     assert all(m["data/object_store_bytes"] >= m["data/unique_bytes"] > 0 for m in metrics)

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlinf_vl.config import load_config
-from rlinf_vl.transport.buckets import unpack
+from rlinf_vl.controller.remote_writer import RemoteWriter
+from rlinf_vl.weights.buckets import unpack
+from rlinf_vl.weights.object_store import ObjectStoreStrategy
 
 pytestmark = pytest.mark.integration
 
@@ -40,10 +43,10 @@ def kill_the_worker(pool) -> None:
 
 def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp_path, monkeypatch):
     from rlinf_vl.actor.group import ActorGroup
-    from rlinf_vl.controller.ahead import Ahead
     from rlinf_vl.controller.batch import rollout
     from rlinf_vl.controller.mismatch import MismatchGuard
     from rlinf_vl.controller.run_log import RunLog
+    from rlinf_vl.controller.schedules import Sync
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
@@ -62,21 +65,23 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
     with (
         ray_cluster(config),
         reserve(config) as placement,
-        closing(RunLog(config, tmp_path, path, RunProgress())) as log,
+        closing(
+            RunLog(config, tmp_path, partial(RemoteWriter, config, tmp_path, path), RunProgress())
+        ) as log,
     ):
         pool = RolloutPool(config, path, placement)
         learner = ActorGroup(config, path, placement.device, placement.actor)
         pool.start()
         learner.start(10)
-        learner.call("set_weight_sync", "object_store", 2**20)
+        learner.call("set_weight_sync", ObjectStoreStrategy(), 2**20)
         guard = MismatchGuard(config, learner, log)
         data = SimpleNamespace(
             sampler=SimpleNamespace(next_rows=lambda n: (0, list(range(n)))), total_steps=10
         )
 
-        ahead = Ahead(config, pool, data, log, sync=lambda version: {})
+        scheduler = Sync(config, pool, data, log, sync=lambda version: {})
 
-        batch = rollout(1, ahead, config, pool, learner, guard, log)
+        batch = rollout(1, scheduler, config, pool, learner, guard, log)
         kill_the_worker(pool)
         assert guard.check(1, batch.scored, batch.to_score)["mismatch/one_image"] < 1e-4
         before = weights_of(learner)
@@ -97,7 +102,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
             return submission
 
         monkeypatch.setattr(pool, "submit", submitted)
-        batch = rollout(2, ahead, config, pool, learner, guard, log)
+        batch = rollout(2, scheduler, config, pool, learner, guard, log)
         assert asked == [[f"train-2-{k}" for k in range(6)]] * 2, "all were lost, and sampled again"
         assert log.count("groups_lost") == 1
         assert (

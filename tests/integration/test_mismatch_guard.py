@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from tiny import answered
 
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.mismatch import EngineMismatch, Score, judge, pick
 from rlinf_vl.engines.torch.engine import TorchEngine
@@ -47,8 +47,7 @@ def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
         FAMILY,
         banned=processor.banned_ids(vocab_size(model)),
         pixels=pixels,
-        image_token_id=processor.image_token_id,
-        merge_size=processor.merge_size,
+        image_tokens=processor.image_tokens,
         max_running=64,
     )
     dataset, requests = ProblemDataset(["toy"], "val"), []

@@ -14,9 +14,8 @@ import torch
 from adapters import adapted, peft_model, with_values
 from plain_step import LR, Layout, groups_of, plain_reference
 from tiny import (
-    IMAGE_ID,
+    IMAGE_TOKENS,
     MEMBERS,
-    MERGE,
     PAD,
     TEXT,
     VISION,
@@ -130,7 +129,7 @@ def differences(
         if adapters
         else tiny_policy(model_type=name, **sizes_of(name))
     )
-    collator = Collator(policy.family, IMAGE_ID, MERGE, pixels, PAD, None, share)
+    collator = Collator(policy.family, IMAGE_TOKENS, pixels, PAD, None, share)
     logprobs, _ = policy.train()(collator(members, run_vision=True))
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
     worst = 0.0
@@ -151,6 +150,7 @@ def test_packed(name):
     keep(name, "packed", *differences(name, share=False))
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared(name):
     keep(name, "shared", *differences(name))
@@ -161,6 +161,7 @@ def test_tree(name):
     keep(name, "tree", *differences(name, tree=True))
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lora(name):
     # The adapters of this test are large.
@@ -201,11 +202,13 @@ def step_difference(one, other) -> float:
     return max(*changes, abs(one[1] - norm) / norm, abs(one[0] - loss))
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ranks(name, step):
     keep(name, "ranks", step_difference(step(name, 2, True), step(name, 1, True)))
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_trained(name, step):
     keep(
@@ -215,6 +218,7 @@ def test_all_trained(name, step):
     )
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", WITH_TOWER)
 def test_frozen(name, step):
     keep(
@@ -226,6 +230,7 @@ def test_frozen(name, step):
     )
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_optimizer_steps(name, processes):
     """The second gradient is taken where the first step led. Of delta nets, transformers' own moves by 1e-4 when the weights
@@ -249,6 +254,7 @@ def test_two_optimizer_steps(name, processes):
 # --- engines and exports ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe", "qwen3")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_torch_engine(name):
     rng, policy = np.random.default_rng(1), tiny_policy(model_type=name, **sizes_of(name))
@@ -257,7 +263,7 @@ def test_torch_engine(name):
         tiny_request(rng, shown, SamplingParams(max_new_tokens=12), (1, 2, 3)) for shown in shapes
     ]
     engine = TorchEngine(
-        policy.model, policy.family, banned=banned(), pixels=pixels, image_token_id=IMAGE_ID, merge_size=MERGE,
+        policy.model, policy.family, banned=banned(), pixels=pixels, image_tokens=IMAGE_TOKENS,
         max_running=64,
     )  # fmt: skip
     try:
@@ -273,11 +279,12 @@ def test_torch_engine(name):
     keep(name, "torch", worst)
 
 
+@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_export(name, tmp_path):
     members, expected, _ = one_at_a_time(name, False, False)
     save_model(member(name), FAMILIES[name], tmp_path)
-    model, info = FAMILIES[name].auto_model.from_pretrained(tmp_path, output_loading_info=True)
+    model, info = FAMILIES[name].model_class.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     logprobs = torch.cat([transformers_logprobs(model, m.group, m.index) for m in members])
     keep(name, "export", float((logprobs - expected).detach().abs().max()))

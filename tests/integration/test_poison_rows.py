@@ -1,6 +1,7 @@
 """A row whose environment takes the worker's process with it: real workers die, and the row alone is quarantined."""
 
 import pytest
+from summaries import values
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import open_datasets
@@ -49,8 +50,8 @@ def test_a_row_that_kills_its_workers_is_quarantined_and_the_others_are_answered
         pool.stop()
     assert restarts == 2
     for found in (summaries, again):
-        assert [any(summary.errors) for summary in found] == [False, False, True, False]
+        assert [any(values(summary, "error")) for summary in found] == [False, False, True, False]
         assert all(
             error.startswith("quarantined: 2 workers died while they answered it")
-            for error in found[2].errors
+            for error in values(found[2], "error")
         )

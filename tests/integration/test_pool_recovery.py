@@ -15,8 +15,9 @@ from rlinf_vl.config import load_config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.transport.buckets import pack
-from rlinf_vl.transport.sender import Offer, Snapshot
+from rlinf_vl.weights.buckets import pack
+from rlinf_vl.weights.object_store import ObjectStoreStrategy
+from rlinf_vl.weights.sender import Offer, Snapshot
 
 pytestmark = pytest.mark.integration
 
@@ -83,7 +84,8 @@ def test_a_worker_that_is_killed_or_stopped_while_it_generates_is_replaced(pool,
 def test_rows_that_share_an_image_go_to_one_worker(pool, monkeypatch):
     found = pool.filter_rows("train", range(12))
     assert (list(found.kept), found.too_long, found.bad) == (list(range(12)), {}, {})
-    monkeypatch.setattr(pool, "_shared", {("train", row): row % 2 for row in (0, 1, 4, 5, 6, 7)})
+    shared = {("train", row): row % 2 for row in (0, 1, 4, 5, 6, 7)}
+    monkeypatch.setattr(pool._order, "_shared", shared)
     submission, slots = pool.submit(tasks(12)), pool._supervisor.slots
     while not all(submission in slot.sent_tasks for slot in slots):
         time.sleep(0.001)
@@ -106,7 +108,7 @@ def test_a_worker_that_dies_in_a_weight_sync_is_replaced_and_so_is_its_replaceme
 
     os.kill(pid_of(pool, 1), signal.SIGKILL)
     settled = pool.settle(
-        pool.take_weights("object_store", [ray.put(Offer(buckets))], 40, snapshot)
+        pool.take_weights(ObjectStoreStrategy(), [ray.put(Offer(buckets))], 40, snapshot)
     )
     assert len(settled) == 2 and None in settled and not replacements, (
         "the sync has not waited for the replacement"
@@ -122,7 +124,10 @@ def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanw
     before, first = pool.restarts, 50
     pool.settle(
         pool.take_weights(
-            "object_store", [ray.put(Offer(buckets))], first, lambda: Snapshot(first, buckets)
+            ObjectStoreStrategy(),
+            [ray.put(Offer(buckets))],
+            first,
+            lambda: Snapshot(first, buckets),
         )
     )
     submission, slots = pool.submit(tasks(40)), pool._supervisor.slots
@@ -130,7 +135,9 @@ def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanw
         time.sleep(0.001)
     time.sleep(0.1)
     newer = Snapshot(first + 1, buckets)
-    taken = pool.take_weights("object_store", [ray.put(Offer(buckets))], first + 1, lambda: newer)
+    taken = pool.take_weights(
+        ObjectStoreStrategy(), [ray.put(Offer(buckets))], first + 1, lambda: newer
+    )
     os.kill(pid_of(pool, 0), signal.SIGKILL)
     pool.settle(taken)
     results = submission.results()

@@ -90,6 +90,24 @@ def references():
     return get
 
 
+# An id begins with that of `run_shared`, which is empty without sharing.
+@pytest.mark.quick(
+    "-one row",
+    "-one trajectory a row",
+    "each row on 2 ranks-padded rows",
+    "each row on 2 ranks-reentrant checkpointing",
+    "each row on 2 ranks-all at once",
+    "-a pass for all old logprobs",
+    "-weights kept gathered",
+    "-one FSDP unit, frozen tower",
+    "-2 copies of the weights on 4 ranks",
+    "each row on 2 ranks-repeated prompts on 2 ranks",
+    "each row on 2 ranks-features, split, reference",
+    "-sequence means",
+    "each row on 2 ranks-sequence sums over a length",
+    "-CISPO",
+    "each row on 2 ranks-REINFORCE++",
+)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -169,6 +187,7 @@ def test_layout_does_not_change_the_step(layout, run_shared, references):
     assert_same(run_shared(layout), references(layout))
 
 
+@pytest.mark.quick("turns, sequences")
 @pytest.mark.parametrize("adv", ["grpo", "reinforce_plus_plus"])
 @pytest.mark.parametrize(
     "layout", [replace(BASE, minibatches=2), replace(BASE, ranks=2, budget=90, minibatches=2)]
@@ -193,6 +212,13 @@ def test_a_frozen_tower_that_never_runs_has_no_gradients_to_keep(lora, run):
 PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
 
 
+@pytest.mark.quick(
+    "PAPO, split",
+    "teacher, split",
+    "teacher's top 5",
+    "everything at once",
+    "corrupted images, by sequence",
+)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -248,6 +274,7 @@ def test_further_passes_are_laid_out_like_the_policys(layout, kind, run, referen
 LORA = replace(BASE, lora="language", kl_beta=0.1)
 
 
+@pytest.mark.quick("2 ranks, split", "2 copies on 4 ranks")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -278,6 +305,7 @@ def test_adapters_train_alike_and_the_reference_is_the_model_without_them(layout
     assert_same(run(layout), references(layout))
 
 
+@pytest.mark.quick("2 ranks, split")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -297,6 +325,12 @@ MIXTURE = replace(BASE, family="qwen3_vl_moe", replay=True, train_tower=False)
 BALANCED = replace(MIXTURE, replay=False, balance=0.3)
 
 
+@pytest.mark.quick(
+    "-replay, split, 2 mini-batches",
+    "-replay, adapters",
+    "each row on 2 ranks-balance, split",
+    "each row on 2 ranks-both, delta nets",
+)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -346,6 +380,7 @@ def test_a_rank_without_images_neither_hangs_nor_differs(kind, train_tower, run,
     assert_same(run(layout, kind), references(layout, kind))
 
 
+@pytest.mark.quick("sequence weights, split", "the same, 2 steps")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -374,6 +409,9 @@ def test_the_engines_logprobs_enter_the_step_as_the_formulas_say(layout, run, re
 SPLIT = replace(BASE, ranks=2, budget=90, kl_beta=0.1)
 
 
+@pytest.mark.quick(
+    "tokens and a veto, split", "sequences, one row on 2 ranks", "old logprobs between"
+)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -408,6 +446,7 @@ def test_rejection_and_old_policies_enter_the_step_as_the_formulas_say(
     assert layout.rejection[0] is None or 0.1 < metrics["actor/rejected_tokens"] < 0.9
 
 
+@pytest.mark.quick("errors and gaps")
 @pytest.mark.parametrize("kind", ["errors", "gaps", "errors and gaps"])
 @pytest.mark.parametrize(
     "layout",
@@ -436,6 +475,9 @@ BY_TURN = replace(SEQUENCES, credit="turn", discount=0.5)
 BY_STATE = replace(SEQUENCES, state_weight=0.7, discount=0.5, tis_level="sequence")
 
 
+@pytest.mark.quick(
+    "turns, split, 2 mini-batches", "ratios of turns, 2 mini-batches", "states, split"
+)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -467,6 +509,7 @@ def test_turns_are_credited_as_the_formulas_say(layout, run, references):
     assert_same(run(layout, "turns"), references(layout, "turns"))
 
 
+@pytest.mark.quick("-trees split over 2 ranks", "each row on 2 ranks-delta nets, split")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -495,6 +538,9 @@ SIX = {
 }
 
 
+@pytest.mark.quick(
+    "trees, credit by turn", "delta nets, experts", "ratios and weights of sequences"
+)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -566,6 +612,7 @@ def test_ranks_that_share_rows(layout, kind, run, references):
     assert_same(run(layout, kind), references(layout, kind))
 
 
+@pytest.mark.quick("pixels, split", "features, split")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -593,6 +640,7 @@ def test_bfloat16_steps_differ_by_roundings_only(layout, run, references):
     assert bool(features) != layout.train_tower
 
 
+@pytest.mark.quick("2")
 @torch.no_grad()
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bfloat16_trains_on_the_features_that_the_engine_sees(ranks, run):

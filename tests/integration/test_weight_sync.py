@@ -1,21 +1,25 @@
-"""Every way to sync weights, between two FSDP ranks and two workers: engines then sample from the ranks' weights, exactly."""
+"""Every strategy of weight syncs, and one registered here, between two FSDP ranks and two workers: engines sample from the
+ranks' weights, exactly."""
 
 import gc
 import os
 import signal
 
+import file_strategy
 import numpy as np
 import pytest
 import ray
 import torch
+from pool_weights import load_weights
 
 from rlinf_vl.config import load_config
 from rlinf_vl.rollout.submission import Task
-from rlinf_vl.transport.buckets import pack
-from rlinf_vl.transport.sender import Offer
+from rlinf_vl.weights import STRATEGIES, Listing
+from rlinf_vl.weights.sender import Offer
+from rlinf_vl.weights.strategy import strategy_named
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-STRATEGIES = ["object_store", "delta", "broadcast", "shared_memory"]
+OWN = Listing("file_strategy:FileStrategy", "files in a folder that all processes see")
 #: Several buckets even for the toy, which has 92 weights.
 BUCKET_BYTES = 2**18
 
@@ -53,6 +57,8 @@ def parts(toy_folder, models):
         "actor.model.freeze_vision_tower=false",
     ]
     config = load_config("toy-grpo-cpu", overrides)
+    # Ranks and workers have no path to the tests' folder.
+    ray.cloudpickle.register_pickle_by_value(file_strategy)
     with ray_cluster(config), reserve(config) as placement:
         pool = RolloutPool(config, str(toy_folder), placement)
         actors = ActorGroup(config, str(models[2]), placement.device, placement.actor)
@@ -64,14 +70,17 @@ def parts(toy_folder, models):
 
 
 @pytest.fixture
-def synced(parts, models, request):
+def synced(parts, models, request, monkeypatch):
     """(sync, actors, pool) for one way, the engines holding the toy's own weights as version 0."""
     from rlinf_vl.controller.weight_sync import WeightSync
 
     actors, pool = parts
-    pool.load_weights([ray.put(bucket) for bucket in pack(models[0].named_parameters())], version=0)
+    monkeypatch.setitem(STRATEGIES, "files", OWN)
+    load_weights(pool, models[0].named_parameters(), version=0)
     return (
-        WeightSync(request.param, actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES),
+        WeightSync(
+            strategy_named(request.param), actors, pool, device="cpu", bucket_bytes=BUCKET_BYTES
+        ),
         actors,
         pool,
     )
@@ -120,7 +129,7 @@ def assert_sampled_from(pool, model, toy_folder, version):
             np.testing.assert_allclose(sequence.logprobs[mask], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("synced", STRATEGIES, indirect=True)
+@pytest.mark.parametrize("synced", [*STRATEGIES, "files"], indirect=True)
 def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_folder):
     sync, _, pool = synced
     old, new, _ = models
@@ -142,13 +151,13 @@ def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_f
     assert_sampled_from(pool, new, toy_folder, 4)
     assert pool.restarts == restarts + 1
     # Which refuses to change weights of a version that it did not send.
-    if sync.strategy != "delta":
-        pool.load_weights([ray.put(bucket) for bucket in pack(old.named_parameters())], version=0)
+    if sync.strategy.name != "delta":
+        load_weights(pool, old.named_parameters(), version=0)
     sync(version=5)  # the new worker takes part
     assert_sampled_from(pool, new, toy_folder, 5)
 
 
-@pytest.mark.parametrize("synced", STRATEGIES, indirect=True)
+@pytest.mark.parametrize("synced", [*STRATEGIES, "files"], indirect=True)
 def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
     """A fingerprint that is not that of what arrives: the error names the weights, and nothing waits for anything."""
     from dataclasses import replace
@@ -158,7 +167,7 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 
     def wrong(strategy, offers, version, *rest):
         labels = [label for offer in ray.get(offers) for label in offer.labels]
-        if strategy in ("object_store", "delta"):
+        if strategy.through_store:
             labels = [ray.put(replace(b, fingerprint=b.fingerprint ^ 1)) for b in ray.get(labels)]
         else:
             labels = [replace(label, fingerprint=label.fingerprint ^ 1) for label in labels]
@@ -175,7 +184,7 @@ def test_weights_that_differ_stop_the_first_sync(synced, monkeypatch):
 @pytest.mark.parametrize("synced", ["shared_memory"], indirect=True)
 def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     """An offer is a promise, kept by `deliver`; the memory goes with its sender."""
-    from rlinf_vl.transport import node_memory, shared_memory
+    from rlinf_vl.weights import node_memory, shared_memory
 
     _, actors, _ = synced
     first = [label for offer in actors.call("sender.offer", 1, True) for label in offer.labels]
@@ -198,7 +207,7 @@ def test_handles_name_the_same_memory_in_every_sync(synced, monkeypatch):
     for weights in shared_memory.opened(second):
         assert all(torch.equal(value, values[name]) for name, value in weights.items())
     actors.call("sender.release")
-    actors.call("set_weight_sync", "object_store", BUCKET_BYTES)
+    actors.call("set_weight_sync", strategy_named("object_store"), BUCKET_BYTES)
     node_memory.forget_others(set())
     gc.collect()
     with pytest.raises(FileNotFoundError):

@@ -9,16 +9,19 @@ import ray
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.batch_stream import STREAM_MESSAGES
-from rlinf_vl.rollout.pool import _RayWorker
 from rlinf_vl.rollout.slot import WorkerDied
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.rollout.worker_handle import WorkerHandle
+from tests.object_store import used_bytes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 #: More than the calls that Ray lets an actor run at once.
 N_OPEN = 1200
 #: Seconds after which an answer will not come.
 LONG_S = 60.0
+#: Bytes of a group in the object store.
+STORED_BYTES = 2**20
 
 
 class Rank(RolloutRank):
@@ -47,7 +50,8 @@ class Rank(RolloutRank):
             for task in tasks:
                 if task.fault:
                     raise EngineDied(task.fault) if task.row else KeyError(task.fault)
-                yield [(SimpleNamespace(id=task.group_id), task.row)]
+                stored = ray.put(bytes(STORED_BYTES)) if task.group_id == "now stored" else task.row
+                yield [(SimpleNamespace(id=task.group_id), stored)]
         finally:
             self.left += [task.group_id for task in tasks]
 
@@ -81,7 +85,7 @@ def _ray():
 
 @pytest.fixture
 def worker():
-    worker = _RayWorker(ray.remote(Rank).remote(), 120.0)
+    worker = WorkerHandle(ray.remote(Rank).remote(), 120.0)
     yield worker
     worker.kill()
 
@@ -113,6 +117,19 @@ def test_heartbeat_and_weights_are_answered_beside_more_streams_than_an_actor_ru
         assert await asyncio.wait_for(asyncio.gather(*streams), LONG_S) == [
             [f"g{i}"] for i in range(N_OPEN)
         ]
+
+    asyncio.run(run())
+
+
+def test_a_group_that_nobody_holds_is_freed_before_the_next_message(worker):
+    async def run():
+        async for _, stored in worker.generate([task("now stored")]):
+            assert used_bytes() > STORED_BYTES
+            del stored
+        deadline = time.monotonic() + LONG_S
+        while used_bytes() > STORED_BYTES:
+            assert time.monotonic() < deadline, "the stream still holds the group"
+            await asyncio.sleep(0.05)
 
     asyncio.run(run())
 

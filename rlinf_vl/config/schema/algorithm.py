@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.schema.guidance import DistillationConfig, ImageCorruptionConfig, PapoConfig
 from rlinf_vl.config.schema.limits import (
     AT_LEAST_1,
@@ -14,14 +15,15 @@ from rlinf_vl.config.schema.limits import (
 )
 
 ADVANTAGES = OrCode(
-    ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    built_ins("estimators"),
     "advantage",
     "advantage(rewards, group_ids, tokens)",
 )
+#: The loss of six arguments is that of former releases, accepted until 0.2.
 LOSSES = OrCode(
-    ("actor", "gspo", "cispo", "sapo"),
+    built_ins("losses"),
     "loss",
-    "loss(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)",
+    "loss(inputs) or loss(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)",
 )
 
 
@@ -83,16 +85,11 @@ class RejectionConfig:
 @dataclass
 class AlgorithmConfig:
     adv_type: str = key("grpo", ADVANTAGES)
-    """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: without that
-    division, and with a constant length below the loss. rloo: reward minus the mean of the group's
-    others. reinforce_plus_plus: reward, normalised over all tokens of the rollout;
-    reinforce_plus_plus_baseline: the same of reward minus the group's mean. docs/algorithms.md has
-    formulas, and what each sets of the keys that are null."""
+    """The advantage of a response, from the rewards of its group or of all tokens.
+    docs/algorithms.md has formulas, and the keys that each value sets where they are null."""
     loss_type: str = key("actor", LOSSES)
-    """actor: the clipped policy-gradient loss of PPO, dual-clipped when clip_ratio_c is set. gspo:
-    the same with one ratio for a whole sequence, the geometric mean of its tokens'. cispo:
-    REINFORCE weighted by the clipped ratio. sapo: a soft gate in place of the clip.
-    docs/algorithms.md has formulas, and what each sets of the keys that are null."""
+    """The loss of a token, from its advantage and its probability ratio. docs/algorithms.md has
+    formulas, and the keys that each value sets where they are null."""
     loss_agg_func: str | None = key(
         None, ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
     )
@@ -117,11 +114,10 @@ class AlgorithmConfig:
     same state, by its return; each turn then is a sequence of its own. For environments that name
     states; 0 is off."""
     clip_ratio_low: float | None = key(None, NOT_NEGATIVE)
-    """The probability ratio is clipped below at 1 - this. null: as loss_type says (0.2; gspo 3e-4;
-    cispo 1, that is never)."""
+    """The probability ratio is clipped below at 1 - this. null: as loss_type says."""
     clip_ratio_high: float | None = key(None, NOT_NEGATIVE)
-    """The probability ratio is clipped above at 1 + this. null: as loss_type says (0.2; gspo 4e-4;
-    cispo 4); DAPO has 0.28."""
+    """The probability ratio is clipped above at 1 + this; DAPO has 0.28. null: as loss_type
+    says."""
     clip_ratio_c: float | None = key(
         None, Limit("be > 1, or null for no dual clip", lambda x: x > 1)
     )

@@ -1,11 +1,12 @@
 """Limits on single values of a configuration."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
-from rlinf_vl.code import Signature
+from rlinf_vl.user_code import Signature
 
 T = TypeVar("T")
 
@@ -35,19 +36,22 @@ DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
 STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
 
 DTYPES = ("fp32", "bf16", "fp16")
-#: Model types of `rlinf_vl.models.families`, repeated here because that imports torch.
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3")
-#: Model types without a vision tower.
-TEXT_FAMILIES = ("qwen3",)
-#: Model types with mixtures of experts.
-MIXTURE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
+#: Model types: the names of the files of `rlinf_vl.models.families`. That room is above this one,
+#: so its files are listed here and not imported.
+FAMILIES = tuple(
+    sorted(
+        file.stem
+        for file in Path(__file__).parents[2].glob("models/families/*.py")
+        if file.stem != "__init__"
+    )
+)
 
 
 class OrCode(tuple[str, ...]):
     """The strings that a value may be, beside `module:Name` and `path/to/file.py:Name`.
 
     It is empty where another table has the names. In a list of mappings, the `function` of each is
-    such a name. `kind` and `signature`: see `rlinf_vl.code.load_code`; without them, the code is
+    such a name. `kind` and `signature`: see `rlinf_vl.user_code.load_code`; without them, the code is
     checked when it is loaded.
     """
 
@@ -57,13 +61,21 @@ class OrCode(tuple[str, ...]):
     def __new__(
         cls, names: Iterable[str] = (), kind: str = "", signature: Signature = ""
     ) -> "OrCode":
+        # Strings go to `__new__`, as a tuple can't be filled afterwards.
         allowed = super().__new__(cls, names)
         allowed.kind = kind
         allowed.signature = signature
         return allowed
 
 
-def key(default: T, allowed: Limit | tuple[str, ...]) -> T:
+def key(
+    default: T, allowed: Limit | tuple[str, ...], summaries: Mapping[str, str] | None = None
+) -> T:
     """Return a field whose value, or each of whose values, must meet the limit or be one of the
-    strings."""
-    return field(default_factory=lambda: copy.copy(default), metadata={"allowed": allowed})
+    strings.
+
+    `summaries` describe some of the strings, behind the text under the field.
+    """
+    # A copy, since a list as the default would be shared by all configs.
+    metadata = {"allowed": allowed, "summaries": summaries or {}}
+    return field(default_factory=lambda: copy.copy(default), metadata=metadata)

@@ -9,11 +9,17 @@ from rlinf_vl.config.schema.limits import (
     AT_LEAST_1,
     DTYPES,
     FAMILIES,
+    NOT_NEGATIVE,
     POSITIVE,
     SHARE_OR_AUTO,
     OrCode,
     key,
 )
+from rlinf_vl.weights import STRATEGIES
+
+#: The call of an agent's function.
+AGENT_CALL = "solve(task, client)"
+_WEIGHT_SYNC_SUMMARIES = {name: listing.summary for name, listing in STRATEGIES.items()}
 
 
 @dataclass
@@ -53,6 +59,40 @@ class ThinkingConfig:
 
 
 @dataclass
+class AgentConfig:
+    function: str | None = key(None, OrCode((), "agent", AGENT_CALL))
+    """An agent that drives itself: module:function or path/to/file.py:function, with `async def` or
+    without. It gets the task and an OpenAI client of the worker's endpoint, and returns a reward, an
+    AgentResult, or null for the reward functions. Replaces rollout.env_class."""
+    command: list[str] = field(default_factory=list)
+    """The same as a command and its arguments, a process for each trajectory: OPENAI_BASE_URL,
+    OPENAI_API_KEY and RLINF_VL_TASK in its environment, the result in its last line of output."""
+    app: str | None = None
+    """The same as a task app's address, such as http://localhost:8000: it gets each trajectory's task
+    and the endpoint in one request, and replies with the result (docs/remote.md, protocol 2)."""
+    token_env: str | None = None
+    """Name of the environment variable that holds the app's bearer token; null for none."""
+    processes: int = key(1, AT_LEAST_1)
+    """Processes beside each worker that run the function; each runs many agents at a time. With
+    cluster.backend=local it runs in the one process of the run."""
+    max_calls: int = key(1000, AT_LEAST_1)
+    """Most calls of a trajectory; a further one is refused. rollout.max_turns counts, too."""
+    max_concurrent: int | None = key(64, AT_LEAST_1)
+    """Most agents under way in one worker; null for all."""
+    timeout: float = key(600.0, POSITIVE)
+    """Seconds that an agent has, from its start to its result."""
+    memory_gb: float = key(4.0, POSITIVE)
+    """Resident memory of a command with all processes that it starts, in GiB."""
+    allow_sampling: bool = False
+    """Let a call choose temperature and top_p. The logprobs are those of what was sampled from."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether agents drive the episodes."""
+        return self.function is not None or bool(self.command) or self.app is not None
+
+
+@dataclass
 class RolloutConfig:
     rollout_backend: str = key("torch", ("torch", "sglang"))
     """Engine: torch (embedded, everywhere) or sglang (bash requirements/install.sh --sglang)."""
@@ -63,12 +103,8 @@ class RolloutConfig:
     at about a third of the speed."""
     request_timeout: float = key(600.0, POSITIVE)
     """Seconds after which SGLang gives up one request; it is then an error of its group."""
-    weight_sync: str = key("auto", ("auto", "delta", "object_store", "broadcast", "shared_memory"))
-    """How weights reach the engines: delta (through Ray, everywhere: what changed of each rank's
-    shard; the first sync is whole), object_store (through Ray, whole), broadcast (from actor rank
-    0, by NCCL on CUDA and gloo on the CPU), shared_memory (of the same GPU by CUDA IPC; on the CPU,
-    of the same node). auto: shared_memory where every engine has an actor rank on its slots;
-    otherwise on CUDA broadcast if no engine has one; otherwise delta."""
+    weight_sync: str = key("auto", ("auto", *STRATEGIES), _WEIGHT_SYNC_SUMMARIES)
+    """How weights reach the engines. auto: the first of the others that suits the placement."""
     kv_after_update: str = key("recompute", ("recompute", "keep"))
     """Treatment of the keys and values of running responses when weights arrive. recompute:
     the new weights compute them again, so that every logprob is what the trainer computes for the
@@ -95,12 +131,17 @@ class RolloutConfig:
     """Keywords for the environment's constructor. A value `@path` is replaced by the text of that
     file (relative to the working folder, or else to the examples). A row's column env_kwargs has
     further ones, over these."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
     max_turns: int | None = key(None, AT_LEAST_1)
     """Most answers of an episode, which then ends; null leaves it to the environment and to
     runner.seq_length."""
     max_concurrent_rollouts: int | None = key(None, AT_LEAST_1)
     """Most episodes under way in one worker, so that not all environments are open at once; null
     for all."""
+    env_processes: int = key(0, NOT_NEGATIVE)
+    """Processes beside each worker in which its environments run, so that a crash of one ends its
+    process and not the engine; 0: in the worker. single_turn, and all with cluster.backend=local,
+    stay in it."""
     turn_timeout: float = key(60.0, POSITIVE)
     """Seconds that an environment has for one call (start, step, close). One that takes longer is
     an error of its trajectory."""

@@ -21,8 +21,16 @@ from rlinf_vl.config.schema.limits import (
 TRACKERS = OrCode(("tensorboard", "wandb", "trackio"), "tracker", "open_tracker(run)")
 
 
+#: Values of `runner.schedule` that generate groups of later steps while a step trains.
+SCHEDULES_AHEAD = ("one_step_off", "async")
+
+
 @dataclass
 class ClusterConfig:
+    backend: str = key("ray", ("ray", "local"))
+    """ray: engines and actor ranks are processes of their own, on any number of machines. local: one
+    engine and one rank in this process, without Ray, for a notebook, a debugger or a test
+    (docs/local.md); component_placement is then one slot for both."""
     num_nodes: int = key(1, AT_LEAST_1)
     """Machines that the Ray cluster must have when the run starts; ray_utils/check_ray.sh waits for
     them."""
@@ -111,7 +119,7 @@ class RunnerConfig:
     """Validate every so many steps, and after the last; -1 never validates."""
     val_before_train: bool = True
     """Validate before the first step, too, unless val_check_interval is -1."""
-    schedule: str = key("sync", ("sync", "one_step_off", "async"))
+    schedule: str = key("sync", ("sync", *SCHEDULES_AHEAD))
     """sync generates and trains in turn; one_step_off generates the next step's groups while it
     trains; async generates all the time, as far ahead as max_staleness allows. All but sync need
     engines that share no slot with actor ranks."""
@@ -167,3 +175,8 @@ class RunnerConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     trajectories: TrajectoriesConfig = field(default_factory=TrajectoriesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether groups of later steps are generated while a step trains."""
+        return self.schedule in SCHEDULES_AHEAD

@@ -37,17 +37,17 @@ from transformers import AutoConfig
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.sglang import messages
-from rlinf_vl.engines.sglang.checkpoint import refusals
 from rlinf_vl.engines.sglang.machine import missing_tools, require_platform, require_sglang
 from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.requests import Requests
 from rlinf_vl.engines.sglang.settings import PROCESSORS, Settings
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.loading import load_model, part_of, stored_as_in_memory, weight_shapes
-from rlinf_vl.transport.broadcast import WeightGroup
-from rlinf_vl.transport.buckets import Label, group_by_size
-from rlinf_vl.transport.delta import Patch
 from rlinf_vl.types import Completion, ImageRef, Request
+from rlinf_vl.weights.buckets import Label, group_by_size
+from rlinf_vl.weights.patch import Patch
+from rlinf_vl.weights.process_group import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class SglangEngine:
         *,
         banned: np.ndarray,
         pixels: Callable[[ImageRef], np.ndarray],
+        image_tokens: ImageTokens,
         request_timeout_s: float | None = None,
     ) -> None:
         """Start the engine, and return when it can answer.
@@ -100,14 +101,8 @@ class SglangEngine:
             self.shapes |= engine_shapes
             if part_of(name, family) != "language_model":
                 self.tower_weights |= engine_shapes.keys()
-        image_token_id, merge_size = -1, 1  # matches no token, for a family that reads no images
-        if family.vision_tower:
-            image_token_id = config.image_token_id
-            merge_size = config.vision_config.spatial_merge_size
         mixture = family.mixture(config) if settings.report_routes else None
-        self.requests = Requests(
-            settings, pixels, banned, image_token_id, merge_size, mixture, request_timeout_s
-        )
+        self.requests = Requests(settings, pixels, banned, image_tokens, mixture, request_timeout_s)
         kv_tokens = 0
         if settings.device == "cpu":
             state = family.decode_state(config)
@@ -152,18 +147,14 @@ class SglangEngine:
         config = AutoConfig.from_pretrained(
             settings.model_path, trust_remote_code=settings.trust_remote_code
         )
-        if config.model_type != family.model_type:
-            raise ValueError(
-                f"rollout.model.model_type: {family.model_type!r}, but {settings.model_path} holds "
-                f"a {config.model_type!r}"
-            )
+        family.check(config, settings.model_path)
         limit = config.get_text_config().max_position_embeddings
         if settings.context_length > limit:
             raise ValueError(
                 f"a context of {settings.context_length} tokens: the model at "
                 f"{settings.model_path} was made for {limit}"
             )
-        if reasons := list(refusals(config.to_dict(), settings.device == "cpu")):
+        if reasons := family.sglang_refusals(config.to_dict(), settings.device == "cpu"):
             raise ValueError("; ".join(reasons))
         if settings.device == "cpu":
             require_platform()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlinf_vl.transport.buckets import Entry, Label
+from rlinf_vl.weights.buckets import Entry, Label
 
 #: The path by which SGLang finds `load` (its server argument custom_weight_loader).
 LOADER = f"{__name__}.load"

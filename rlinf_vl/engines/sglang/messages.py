@@ -14,9 +14,11 @@ import torch
 
 from rlinf_vl.engines.sglang import masked
 from rlinf_vl.engines.sglang.pixels import MappedPatches
-from rlinf_vl.models.families import Mixture
-from rlinf_vl.transport.buckets import Label, flatten
+from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.mixture import ROUTES
+from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.types import Request, Sample, SamplingParams
+from rlinf_vl.weights.buckets import Label, flatten
 
 #: The bias of banned ids' logits: its exp is exactly 0. SGLang's logprobs leave such ids out, too.
 BAN = -1e9
@@ -57,9 +59,7 @@ class SentImage:
     identity: bytes
 
 
-def placeholder_runs(
-    request: Request, image_token_id: int, merge_size: int
-) -> list[tuple[int, int]]:
+def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[tuple[int, int]]:
     """Return the first and last position of each image's placeholders in the ids.
 
     Raises:
@@ -67,16 +67,18 @@ def placeholder_runs(
             image's grid. SGLang would answer without the image, or for the wrong one, without an
             error.
     """
-    image_ids = np.concatenate([[False], request.ids == image_token_id, [False]])
+    image_ids = np.concatenate([[False], request.ids == image_tokens.id, [False]])
     edges = np.flatnonzero(np.diff(image_ids)).reshape(-1, 2)
     description = f"a request of {len(request.ids)} ids with {len(request.images)} images"
     if len(edges) != len(request.images):
         raise ValueError(
-            f"{description} has {len(edges)} runs of image placeholders (id {image_token_id})"
+            f"{description} has {len(edges)} runs of image placeholders (id {image_tokens.id})"
         )
     runs = [(int(first), int(end) - 1) for first, end in edges]
-    for i, ((first, last), grid) in enumerate(zip(runs, request.image_grids.tolist(), strict=True)):
-        expected = grid[0] * grid[1] * grid[2] // merge_size**2
+    grids = request.image_grids
+    for i, ((first, last), grid, expected) in enumerate(
+        zip(runs, grids.tolist(), image_tokens(grids).tolist(), strict=True)
+    ):
         if last - first + 1 != expected:
             raise ValueError(
                 f"{description}: image {i} ({request.images[i].hash[:12]}) of grid {grid} takes "
@@ -122,7 +124,7 @@ def as_sample(
         output: the output of one sample.
         stop_ids: of the request.
         prompt: tokens of the prompt.
-        mixture: given if the sample has routes.
+        mixture: given if the sample has the column `ROUTES`.
         interrupted: an update may have aborted the sample; otherwise an aborted one has failed.
     """
     meta = output["meta_info"]
@@ -141,14 +143,12 @@ def as_sample(
     if reason == "length" and len(ids) and int(ids[-1]) in stop_ids:
         reason = "stop"
     logprobs = np.asarray([entry[0] for entry in scored], np.float32)
-    routes = (
-        None
-        if mixture is None
-        else routes_of(meta.get("routed_experts"), prompt + len(ids), mixture)
-    )
+    columns = {}
+    if mixture is not None:
+        columns[ROUTES] = routes_of(meta.get("routed_experts"), prompt + len(ids), mixture)
     if reason not in ("stop", "length") and not (reason == "abort" and interrupted):
         reason = "error"
-    return Sample(ids, logprobs, versions, reason, routes=routes)
+    return Sample(ids, logprobs, versions, reason, columns)
 
 
 def joined(first: Sample, continuation: Sample, sampling: SamplingParams) -> Sample:
@@ -165,12 +165,12 @@ def joined(first: Sample, continuation: Sample, sampling: SamplingParams) -> Sam
         reason = "stop"
     elif reason == "abort" and len(ids) == sampling.max_new_tokens:
         reason = "length"
-    # SGLang reports routes of the whole prompt, the tokens of `first` included.
-    return Sample(ids, logprobs, versions, reason, routes=continuation.routes)
+    # SGLang reports experts of the whole prompt, the tokens of `first` included.
+    return Sample(ids, logprobs, versions, reason, continuation.columns)
 
 
 def routes_of(encoded: str | None, tokens: int, mixture: Mixture) -> np.ndarray:
-    """Decode `Sample.routes` from SGLang's report: base64 of int32 [tokens - 1, layers of the
+    """Decode the column `ROUTES` from SGLang's report: base64 of int32 [tokens - 1, layers of the
     model, k], for all tokens but the last, whose routes are zeros."""
     routes = np.zeros((tokens, len(mixture.layers) * mixture.top_k), mixture.dtype)
     if encoded is not None:

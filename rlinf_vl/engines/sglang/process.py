@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from rlinf_vl.engines.base import EngineDied
+from rlinf_vl.engines.sglang.shared_memory import remove_abandoned
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class Host:
             self.loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
         self.processes.kill()
+        remove_abandoned()
 
     async def _or_end(
         self, operation: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any

@@ -25,7 +25,8 @@ from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.pixels import MappedPatches, PixelFiles
 from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.settings import Settings
-from rlinf_vl.models.families import Mixture
+from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.types import Completion, ImageRef, Request, Sample
 
 #: Samples handed to the scheduler at once, as a multiple of `max_running`: it never starves, and
@@ -56,17 +57,15 @@ class Requests:
         settings: Settings,
         pixels: Callable[[ImageRef], np.ndarray],
         banned: np.ndarray,
-        image_token_id: int,
-        merge_size: int,
+        image_tokens: ImageTokens,
         mixture: Mixture | None,
         timeout_s: float | None,
     ) -> None:
-        """Take the arguments of `SglangEngine`. `mixture`: given if samples have routes."""
+        """Take the arguments of `SglangEngine`. `mixture`: given if samples have the column `ROUTES`."""
         self.settings = settings
         self.pixels = PixelFiles(pixels)
         self.bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), messages.BAN)
-        self.image_token_id = image_token_id
-        self.merge_size = merge_size
+        self.image_tokens = image_tokens
         self.mixture = mixture
         self.timeout_s = timeout_s
         self.paused = False
@@ -101,7 +100,7 @@ class Requests:
                 f"a prompt of {prompt} tokens and max_new_tokens {new} do not fit the engine's "
                 f"context of {self.settings.context_length} tokens (runner.seq_length)"
             )
-        runs = messages.placeholder_runs(request, self.image_token_id, self.merge_size)
+        runs = messages.placeholder_runs(request, self.image_tokens)
         async with self._room:
             limit = QUEUE_FACTOR * self.settings.max_running
             # A request above the limit is sent alone.

@@ -43,7 +43,7 @@ class Settings:
         deterministic: SGLang's batch-invariant kernels: a sample depends on its request and its
             seed, not on what is decoded beside it. It costs throughput (about a third in SGLang's
             own account).
-        report_routes: samples have routes, if the model has mixtures of experts.
+        report_routes: samples have the column `ROUTES`, if the model has mixtures of experts.
         keep_kv: `rollout.kv_after_update` is keep.
         extra_arguments: server arguments that override those chosen here.
     """

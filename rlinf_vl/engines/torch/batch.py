@@ -11,13 +11,15 @@ from transformers import PreTrainedModel
 
 from rlinf_vl.engines.torch.decode import DecodeCache
 from rlinf_vl.engines.torch.prefill import PrefillAttention, prefill
+from rlinf_vl.engines.torch.prefix_cache import CachedPrefix, PrefixCache
 from rlinf_vl.engines.torch.rows import Pending, Row
 from rlinf_vl.engines.torch.sampling import Sampler, uniforms
-from rlinf_vl.engines.torch.sessions import Kept, Sessions
-from rlinf_vl.models.families import Family, Mixture, VisionFeatures
+from rlinf_vl.models.family import Family, VisionFeatures
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.loading import output_weight
-from rlinf_vl.models.mixture import Routing
+from rlinf_vl.models.mixture import ROUTES, Routing
 from rlinf_vl.models.policy import encode_images
+from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.spans import span
 from rlinf_vl.types import ImageRef, Request
@@ -44,10 +46,9 @@ class Batch:
         model: PreTrainedModel,
         family: Family,
         banned: torch.Tensor,
-        image_token_id: int,
-        merge_size: int,
+        image_tokens: ImageTokens,
         device: torch.device,
-        sessions: Sessions,
+        sessions: PrefixCache,
         free_bytes: Callable[[], int],
         mixture: Mixture | None,
     ) -> None:
@@ -56,14 +57,13 @@ class Batch:
         Args:
             banned: ids that are never sampled: bool [V], on the device.
             free_bytes: returns the bytes available for sessions and further rows.
-            mixture: given if samples have routes: the experts of the model.
+            mixture: given if samples have the column `ROUTES`: the experts of the model.
         """
         self.model = model
         self.family = family
         self.text_model: Any = model.get_submodule(family.text_model)
         self.banned = banned
-        self.image_token_id = image_token_id
-        self.merge_size = merge_size
+        self.image_tokens = image_tokens
         self.device = device
         self.sessions = sessions
         self.free_bytes = free_bytes
@@ -112,12 +112,10 @@ class Batch:
             hidden = forward(
                 self.text_model, embeds, positions, None, (), context=self.cache, **keywords
             )[:, 0]
-            if routing is not None:
-                for row, token_routes in zip(
-                    self.rows, self._recorded_routes(routing), strict=True
-                ):
+            for name, values in self._recorded_columns(routing).items():
+                for row, value in zip(self.rows, values, strict=True):
                     if not row.done:
-                        row.routes.append(token_routes)
+                        row.columns.setdefault(name, []).append(value)
             self.next_positions = self.next_positions + 1
             assert self.sampler is not None
             self._draw(0, self._logits(hidden), self.sampler, version)
@@ -125,7 +123,7 @@ class Batch:
                 self.drop_finished()
 
     def recompute(self, pixels: Callable[[ImageRef], np.ndarray]) -> None:
-        """Recompute keys, values, states and routes of all rows after a change of weights.
+        """Recompute keys, values, states and columns of all rows after a change of weights.
 
         A prompt with one row is computed together with the row's tokens. A prompt with several rows
         is computed once, and then the sampled tokens of each row. Ids, logprobs and versions stay.
@@ -184,9 +182,9 @@ class Batch:
         missing = set(self.images.missing(image.hash for image in images))
         return {image.hash: pixels(image) for image in images if image.hash in missing}
 
-    def cached_prefix(self, session: str, request: Request) -> Kept | None:
+    def cached_prefix(self, session: str, request: Request) -> CachedPrefix | None:
         """Return the part of the session's cache entry that the request begins with, or None."""
-        return self.sessions.find(session, request, self.image_token_id)
+        return self.sessions.find(session, request, self.image_tokens.id)
 
     def _append(
         self,
@@ -212,17 +210,16 @@ class Batch:
             for p, row in zip(admitted, rows, strict=True)
         ]
         prefixes = [pending.prefix for pending in admitted]
-        hidden, positions, computed, routes = self._prefill(requests, prefixes, patches)
-        for pending, row, new_routes in zip(admitted, rows, routes, strict=True):
-            prefix_routes = pending.prefix.routes if pending.prefix else None
-            if prefix_routes is None or new_routes is None:
-                all_routes = new_routes
-            else:
-                all_routes = np.concatenate([prefix_routes, new_routes])
+        hidden, positions, computed, columns = self._prefill(requests, prefixes, patches)
+        for pending, row, new_columns in zip(admitted, rows, columns, strict=True):
+            prefix_columns = pending.prefix.columns if pending.prefix else {}
             n = len(pending.request.ids)
-            pending.routes = None if all_routes is None else all_routes[:n]
-            if row is not None:
-                row.routes = [] if all_routes is None else list(all_routes[n:])
+            for name, new_column in new_columns.items():
+                prefix_column = prefix_columns.get(name, new_column[:0])
+                column = np.concatenate([prefix_column, new_column])
+                pending.columns[name] = column[:n]
+                if row is not None:
+                    row.columns[name] = list(column[n:])
         prompt_lengths = [len(pending.request.ids) for pending in admitted]
         self.cache.append(
             computed.tokens, computed.sequences(), prompt_lengths, samples, computed.states
@@ -236,28 +233,27 @@ class Batch:
         zeros = [0] * len(indices)
         prompts = self.cache.copy_tokens(indices, zeros, zeros)
         prefixes = [
-            Kept.from_request(row.pending.request, [], (prompt,), self.cache.state(i))
+            CachedPrefix.from_request(row.pending.request, [], (prompt,), self.cache.state(i))
             for i, row, prompt in zip(indices, restored, prompts, strict=True)
         ]
         requests = [row.computed_request for row in restored]
-        _, _, computed, routes = self._prefill(requests, prefixes, {})
+        _, _, computed, columns = self._prefill(requests, prefixes, {})
         sampled = [
             tokens[len(prefix.ids) :]
             for tokens, prefix in zip(computed.sequences(), prefixes, strict=True)
         ]
         row_numbers = torch.tensor(indices, dtype=torch.int64, device=self.device)
         self.cache.restore(row_numbers, computed.tokens, sampled, computed.states)
-        for row, row_routes in zip(restored, routes, strict=True):
-            row.routes = [] if row_routes is None else list(row_routes)
+        for row, row_columns in zip(restored, columns, strict=True):
+            row.columns = {name: list(column) for name, column in row_columns.items()}
 
     def _prefill(
         self,
         requests: Sequence[Request],
-        prefixes: Sequence[Kept | None],
+        prefixes: Sequence[CachedPrefix | None],
         patches: Mapping[str, np.ndarray],
-    ) -> tuple[torch.Tensor, torch.Tensor, PrefillAttention, Sequence[np.ndarray | None]]:
-        """Return the result of `prefill`, and the routes of each request's new tokens [·, L·k], if
-        reported."""
+    ) -> tuple[torch.Tensor, torch.Tensor, PrefillAttention, list[dict[str, np.ndarray]]]:
+        """Return the result of `prefill`, and the columns of each request's new tokens [·, …]."""
         routing = self._routing()
         with span("prefill"):
             features = self._features(requests, prefixes, patches)
@@ -267,21 +263,22 @@ class Batch:
                 requests,
                 prefixes,
                 features,
-                self.image_token_id,
-                self.merge_size,
+                self.image_tokens,
                 self.device,
                 routing,
             )
         self.prefilled_tokens += sum(computed.lengths)
-        routes: Sequence[np.ndarray | None] = [None] * len(requests)
-        if routing is not None:
-            routes = np.split(self._recorded_routes(routing), np.cumsum(computed.lengths)[:-1])
-        return hidden, positions, computed, routes
+        columns: list[dict[str, np.ndarray]] = [{} for _ in requests]
+        for name, column in self._recorded_columns(routing).items():
+            parts = np.split(column, np.cumsum(computed.lengths)[:-1])
+            for request_columns, part in zip(columns, parts, strict=True):
+                request_columns[name] = part
+        return hidden, positions, computed, columns
 
     def _features(
         self,
         requests: Sequence[Request],
-        prefixes: Sequence[Kept | None],
+        prefixes: Sequence[CachedPrefix | None],
         patches: Mapping[str, np.ndarray],
     ) -> VisionFeatures | None:
         """Return the features of the images outside the prefixes, end to end, or None without such
@@ -305,24 +302,18 @@ class Batch:
             features = encode_images(
                 self.model, self.family, tower_input, missing_grids, self.device
             )
-            self.images.put(
-                missing, features, (missing_grids.prod(axis=1) // self.merge_size**2).tolist()
-            )
+            self.images.put(missing, features, self.image_tokens(missing_grids).tolist())
         return self.images.get([name for name, _ in new_images])
 
     def _routing(self) -> Routing | None:
         return None if self.mixture is None else Routing(record=True)
 
-    def _recorded_routes(self, routing: Routing) -> np.ndarray:
-        """Return the routes that a forward recorded: [T, L·k]."""
-        assert self.mixture is not None
-        return (
-            torch.stack(routing.used_experts, dim=1)
-            .flatten(1)
-            .cpu()
-            .numpy()
-            .astype(self.mixture.dtype)
-        )
+    def _recorded_columns(self, routing: Routing | None) -> dict[str, np.ndarray]:
+        """Return the columns that a forward recorded of its T tokens: [T, …]."""
+        if routing is None or self.mixture is None:
+            return {}
+        experts = torch.stack(routing.used_experts, dim=1).flatten(1).cpu().numpy()
+        return {ROUTES: experts.astype(self.mixture.dtype)}
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = output_weight(self.model)
@@ -360,16 +351,16 @@ class Batch:
             self.rows[i].finish()
 
     def _store_in_sessions(self, rows: Sequence[int]) -> None:
-        """Store the keys, values, states and routes of these rows in their sessions."""
+        """Store the keys, values, states and columns of these rows in their sessions."""
         names = [self.rows[i].pending.request.sessions[self.rows[i].number] for i in rows]
-        prefixes: list[Kept] = []
+        prefixes: list[CachedPrefix] = []
         for i, name in zip(rows, names, strict=True):
             pending = self.rows[i].pending
             prefix = self.cached_prefix(name, pending.request) or pending.prefix
             if prefix is None:  # the prompt is stored once for all samples of the request
                 (prompt,) = self.cache.copy_tokens([i], [0], [0])
-                prefix = pending.prefix = Kept.from_request(
-                    pending.request, [], (prompt,), routes=pending.routes
+                prefix = pending.prefix = CachedPrefix.from_request(
+                    pending.request, [], (prompt,), columns=pending.columns
                 )
             prefixes.append(prefix)
         sampled = [len(self.rows[i].ids) - 1 for i in rows]
@@ -378,8 +369,8 @@ class Batch:
             row = self.rows[i]
             parts = (*prefix.parts, new_part)
             states = self.cache.state(i)
-            entry = Kept.from_request(
-                row.pending.request, row.ids[:-1], parts, states, row.routes_padded(0)
+            entry = CachedPrefix.from_request(
+                row.pending.request, row.ids[:-1], parts, states, row.columns_padded(0)
             )
             self.sessions.put(name, entry)
         self.sessions.shrink(self.free_bytes())

@@ -14,8 +14,8 @@ import torch
 
 from rlinf_vl.engines.torch.pages import PAGE, PROMPT_PAGE, Pages
 from rlinf_vl.engines.torch.softmax import Partial, merge_and_normalise
-from rlinf_vl.models.families import DecodeState
 from rlinf_vl.models.kernels.delta import Mixer, delta_step
+from rlinf_vl.models.shapes import DecodeState
 
 
 class DecodeCache:

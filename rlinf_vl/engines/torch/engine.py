@@ -27,15 +27,16 @@ from transformers import PreTrainedModel
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.torch.batch import PREFILL_TOKENS, Batch
+from rlinf_vl.engines.torch.prefix_cache import PrefixCache
 from rlinf_vl.engines.torch.rows import Pending
-from rlinf_vl.engines.torch.sessions import Sessions
-from rlinf_vl.models.families import Family
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.loading import part_of
-from rlinf_vl.transport import broadcast
-from rlinf_vl.transport.broadcast import WeightGroup
-from rlinf_vl.transport.buckets import Label, fingerprint
-from rlinf_vl.transport.delta import Patch
 from rlinf_vl.types import Completion, ImageRef, Request
+from rlinf_vl.weights import process_group
+from rlinf_vl.weights.buckets import Label, fingerprint
+from rlinf_vl.weights.patch import Patch
+from rlinf_vl.weights.process_group import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ class TorchEngine:
         *,
         banned: np.ndarray,
         pixels: Callable[[ImageRef], np.ndarray],
-        image_token_id: int,
-        merge_size: int,
+        image_tokens: ImageTokens,
         max_running: int,
         memory_share: float = 0.6,
         device: str = "cpu",
@@ -68,7 +68,7 @@ class TorchEngine:
                 memory.
             memory_share: share of the memory, free or used by sessions, for rows; sessions use the
                 rest of it.
-            report_routes: samples have routes, if the model has mixtures of experts.
+            report_routes: samples have the column `ROUTES`, if the model has mixtures of experts.
             keep_kv: `rollout.kv_after_update` is keep.
         """
         model.to(device)  # pyright: ignore[reportArgumentType]  # its decorator hides self
@@ -80,14 +80,13 @@ class TorchEngine:
         self.device = torch.device(device)
         self.version = 0
         self.released_tags: set[str] = set()  # of `MEMORY_TAGS`
-        self.sessions = Sessions()
+        self.sessions = PrefixCache()
         self.waiting: deque[Pending] = deque()
         self.batch = Batch(
             model,
             family,
             torch.from_numpy(banned).to(device),
-            image_token_id,
-            merge_size,
+            image_tokens,
             self.device,
             self.sessions,
             self._free_bytes,
@@ -176,12 +175,12 @@ class TorchEngine:
 
     def join_weight_group(self, group: WeightGroup) -> None:
         if self._weight_group is not None:
-            broadcast.leave(self._weight_group)
-        self._weight_group = broadcast.join(group)
+            process_group.leave(self._weight_group)
+        self._weight_group = process_group.join(group)
 
     def load_broadcast(self, labels: Sequence[Label], version: int) -> None:
         assert self._weight_group is not None, "no weight group was joined"
-        self.load_weights(broadcast.receive(self._weight_group, labels, self.device), version)
+        self.load_weights(process_group.receive(self._weight_group, labels, self.device), version)
 
     def fingerprint(self, names: Sequence[str]) -> int:
         weights = dict(self.model.named_parameters())
@@ -243,7 +242,7 @@ class TorchEngine:
             self._wake.notify()
         self._thread.join()
         if self._weight_group is not None:
-            broadcast.leave(self._weight_group)
+            process_group.leave(self._weight_group)
             self._weight_group = None
 
     @contextmanager

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rlinf_vl.engines.torch.sessions import Kept
+from rlinf_vl.engines.torch.prefix_cache import CachedPrefix
 from rlinf_vl.models.attention import merge
-from rlinf_vl.models.families import DecodeState, Family, VisionFeatures
+from rlinf_vl.models.family import Family, VisionFeatures
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.kernels.attention import kernel_for
 from rlinf_vl.models.kernels.delta import Mixer, delta_rule
 from rlinf_vl.models.kernels.delta_layout import DeltaLayout
 from rlinf_vl.models.mixture import Routing
 from rlinf_vl.models.policy import hidden_states
+from rlinf_vl.models.shapes import DecodeState
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Request
 
@@ -26,10 +28,9 @@ def prefill(
     model: PreTrainedModel,
     family: Family,
     requests: Sequence[Request],
-    prefixes: Sequence[Kept | None],
+    prefixes: Sequence[CachedPrefix | None],
     features: VisionFeatures | None,
-    image_token_id: int,
-    merge_size: int,
+    image_tokens: ImageTokens,
     device: torch.device,
     routing: Routing | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, "PrefillAttention"]:
@@ -48,11 +49,10 @@ def prefill(
         np.int64
     )
     positions = [
-        family.positions(r.ids.astype(np.int64), image_token_id, r.image_grids, merge_size)
-        for r in requests
+        family.positions(r.ids.astype(np.int64), r.image_grids, image_tokens) for r in requests
     ]
     image_positions = (
-        None if features is None else on_device(np.flatnonzero(ids == image_token_id), device)
+        None if features is None else on_device(np.flatnonzero(ids == image_tokens.id), device)
     )
     lengths = [len(r.ids) - n for r, n in zip(requests, starts, strict=True)]
     context = PrefillAttention(
@@ -90,7 +90,7 @@ class PrefillAttention:
     def __init__(
         self,
         state: DecodeState,
-        prefixes: Sequence[Kept | None],
+        prefixes: Sequence[CachedPrefix | None],
         lengths: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlinf_vl.engines.torch.sessions import Kept
+from rlinf_vl.engines.torch.prefix_cache import CachedPrefix
 from rlinf_vl.types import Completion, Request, Sample
 
 
@@ -17,15 +17,15 @@ class Pending:
         samples: finished samples, by number.
         prefix: the cached prefix behind which the request is prefilled.
         patches: pixels by image hash, for images outside the prefix whose features are not cached.
-        routes: routes of the prompt [P, L·k].
+        columns: further values of the prompt's tokens, [P, …] (`Sample.columns`).
     """
 
     request: Request
     future: Future[Completion] = field(default_factory=Future)
     samples: dict[int, Sample] = field(default_factory=dict)
-    prefix: Kept | None = None
+    prefix: CachedPrefix | None = None
     patches: dict[str, np.ndarray] = field(default_factory=dict)
-    routes: np.ndarray | None = None
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
@@ -38,24 +38,24 @@ class Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)  # [L·k] of each token but the zero_rows
+    #: Values of each sampled token but the last, which was never fed to the model.
+    columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
     done: bool = False  # finished, or its request was cancelled: no more tokens are drawn
 
-    def routes_padded(self, zero_rows: int) -> np.ndarray | None:
-        """Return the routes of the prompt and the sampled tokens [·, L·k], followed by `zero_rows`
+    def columns_padded(self, zero_rows: int) -> dict[str, np.ndarray]:
+        """Return the columns of the prompt and the sampled tokens [·, …], followed by `zero_rows`
         rows of zeros."""
-        prompt = self.pending.routes
-        if prompt is None:
-            return None
-        sampled = [token_routes[None] for token_routes in self.routes]
-        return np.concatenate(
-            [prompt, *sampled, np.zeros((zero_rows, prompt.shape[1]), prompt.dtype)]
-        )
+        padded = {}
+        for name, prompt in self.pending.columns.items():
+            sampled = [value[None] for value in self.columns.get(name, ())]
+            zeros = np.zeros((zero_rows, *prompt.shape[1:]), prompt.dtype)
+            padded[name] = np.concatenate([prompt, *sampled, zeros])
+        return padded
 
     @property
     def computed_request(self) -> Request:
-        """The request with the sampled tokens behind its prompt, except the zero_rows one, which is
-        not computed yet."""
+        """The request with the sampled tokens behind its prompt, except the last one, which is not
+        computed yet."""
         request = self.pending.request
         return replace(
             request, ids=np.concatenate([request.ids, np.asarray(self.ids[:-1], np.int32)])
@@ -67,7 +67,7 @@ class Row:
         return len(self.pending.request.ids) + len(self.ids)
 
     def finish(self) -> None:
-        """Hand the sample to its request, and resolve the request's future after its zero_rows
+        """Hand the sample to its request, and resolve the request's future after its last
         sample."""
         self.done = True
         reason = "stop" if self.ids[-1] in self.pending.request.sampling.stop_ids else "length"
@@ -75,9 +75,8 @@ class Row:
         ids = np.asarray(self.ids, np.int32)
         logprobs = np.asarray(self.logprobs, np.float32)
         versions = np.asarray(self.versions, np.int32)
-        # The zero_rows token was never fed to the model, so it has no routes: a row of zeros.
         pending.samples[self.number] = Sample(
-            ids, logprobs, versions, reason, routes=self.routes_padded(1)
+            ids, logprobs, versions, reason, self.columns_padded(1)
         )
         if (
             len(pending.samples) == len(pending.request.seeds)

@@ -1,39 +1,25 @@
 """Model families by `model_type`.
 
-A new family is a file here with a `FAMILY`, and an entry in `FAMILIES`.
+A family is a file here, named by its `model_type`, with a `FAMILY`; nothing else lists it.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING
 
-from transformers import AutoConfig, PreTrainedConfig
+from rlinf_vl.models.family import Family
+from rlinf_vl.user_code import is_code, load_code
 
-from rlinf_vl.code import is_code, load_code
-from rlinf_vl.models.families import qwen2_5_vl, qwen3, qwen3_5, qwen3_vl
-from rlinf_vl.models.families.by_path import KEYS, Paths, family_by_path, parts_at
-from rlinf_vl.models.families.family import (
-    DecodeState,
-    Family,
-    ImageProcessor,
-    Mixture,
-    VisionFeatures,
-    submodules,
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-__all__ = [
-    "FAMILIES", "DecodeState", "Family", "ImageProcessor", "Mixture", "VisionFeatures", "family_at", "family_of", "submodules",
-]  # fmt: skip
+    from rlinf_vl.models.by_path import Paths
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        qwen3_vl.FAMILY,
-        qwen3_vl.MOE,
-        qwen3_5.FAMILY,
-        qwen3_5.MOE,
-        qwen2_5_vl.FAMILY,
-        qwen3.FAMILY,
-    )
+    module.name: import_module(f"{__name__}.{module.name}").FAMILY
+    for module in iter_modules(__path__)
 }
 
 
@@ -41,13 +27,13 @@ def family_of(
     model_type: str,
     checkpoint: str | Path = "",
     trust_remote_code: bool = False,
-    paths: Paths | None = None,
+    paths: "Paths | None" = None,
     files: Mapping[str, str] | None = None,
 ) -> Family:
     """Return the family of `rollout.model.model_type`; for "auto", the one of this checkpoint.
 
     Args:
-        model_type: a name in `FAMILIES`, "auto", or a user's code (`rlinf_vl.code`).
+        model_type: a name in `FAMILIES`, "auto", or a user's code (`rlinf_vl.user_code`).
         checkpoint: the folder or hub model whose config names the family.
         paths: those of `actor.model.vlm`, see `family_at`.
         files: `runner.code_files`.
@@ -57,6 +43,8 @@ def family_of(
     """
     if is_code(model_type):
         return load_code(model_type, {}, files or {}, kind="model family", signature="Family")
+    from transformers import AutoConfig
+
     if paths is not None:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         return family_at(config, paths, checkpoint, trust_remote_code)
@@ -73,8 +61,8 @@ def family_of(
 
 
 def family_at(
-    config: PreTrainedConfig,
-    paths: Paths,
+    config: "PreTrainedConfig",
+    paths: "Paths",
     checkpoint: str | Path = "",
     trust_remote_code: bool = False,
 ) -> Family:
@@ -85,6 +73,8 @@ def family_at(
     Raises:
         ValueError: see `parts_at` and `family_by_path`; or the table has them at other paths.
     """
+    from rlinf_vl.models.by_path import KEYS, family_by_path, parts_at
+
     model, tower, text = parts_at(config, paths, trust_remote_code)
     if (family := FAMILIES.get(config.model_type)) is None:
         return family_by_path(config, paths, model, tower, text, checkpoint, trust_remote_code)

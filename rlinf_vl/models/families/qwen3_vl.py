@@ -1,44 +1,47 @@
-"""Qwen3-VL, dense (`FAMILY`) and with a mixture of experts (`MOE`)."""
+"""Qwen3-VL, dense."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
-from rlinf_vl.models.families.family import Family, VisionFeatures
-from rlinf_vl.models.families.qwen import (
+from rlinf_vl.models.family import Family, Forward, VisionFeatures, text_forward
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+IMAGE_TOKEN = "<|image_pad|>"
+SPECIAL_TOKENS = (
+    "<|vision_start|>",
+    "<|vision_end|>",
     IMAGE_TOKEN,
-    SPECIAL_TOKENS,
-    QwenImages,
-    blank_image,
-    decode_state,
-    feature_layers,
-    mixture,
-    prices,
-    stop_ids,
-    text_forward,
+    "<|video_pad|>",
+    "<|vision_pad|>",
 )
-from rlinf_vl.models.layers import (
-    add_deepstack,
-    attention_forward,
-    frame_attention,
-    mlp_forward,
-    norm_forward,
-    patch_embed_forward,
-    vision_attention_forward,
-)
-from rlinf_vl.models.mixture import experts_forward, mixture_forward, mixture_layer_forward
-from rlinf_vl.models.positions import mrope_positions
-from rlinf_vl.models.transfer import on_device
+
+
+def layers_of(prefix: str) -> dict[str, Forward]:
+    """Return `Family.layers` for classes whose names begin with `prefix`."""
+    from rlinf_vl.models import layers
+
+    return {
+        f"{prefix}TextAttention": layers.attention_forward,
+        f"{prefix}TextMLP": layers.mlp_forward,
+        f"{prefix}TextRMSNorm": layers.norm_forward,
+        f"{prefix}VisionAttention": layers.vision_attention_forward,
+        f"{prefix}VisionPatchEmbed": layers.patch_embed_forward,
+    }
 
 
 def encode_images(
-    tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
+    tower: "nn.Module", patches: "torch.Tensor", grids: np.ndarray, dtype: "torch.dtype"
 ) -> VisionFeatures:
     """Run the tower: a patch attends within its own image and frame."""
+    from rlinf_vl.models.layers import frame_attention
+    from rlinf_vl.models.transfer import on_device
+
     # The tower reads numbers from its grids, and a tensor on `meta` has none.
     shapes = on_device(grids, "cpu" if patches.is_meta else patches.device)
     out = tower(patches, grid_thw=shapes, context=frame_attention(grids, patches.device, dtype))
@@ -47,13 +50,15 @@ def encode_images(
 
 def deepstack_text_forward(
     text_model: Any,
-    inputs_embeds: torch.Tensor,
-    position_ids: torch.Tensor,
-    image_positions: torch.Tensor | None,
-    deepstack: Sequence[torch.Tensor],
+    inputs_embeds: "torch.Tensor",
+    position_ids: "torch.Tensor",
+    image_positions: "torch.Tensor | None",
+    deepstack: "Sequence[torch.Tensor]",
     **kwargs,
-) -> torch.Tensor:
+) -> "torch.Tensor":
     """Run a text model that adds deepstack features to its first layers: `Family.text_forward`."""
+    from rlinf_vl.models.layers import add_deepstack
+
     # The model's own method takes a mask, and searches it for positions in every layer.
     text_model._deepstack_process = add_deepstack
     kwargs["visual_pos_masks"] = image_positions
@@ -61,44 +66,6 @@ def deepstack_text_forward(
     return text_forward(
         text_model, inputs_embeds, position_ids, image_positions, deepstack, **kwargs
     )
-
-
-def layers_of(prefix: str) -> dict[str, Any]:
-    """Return `Family.layers` for classes whose names begin with `prefix`."""
-    return {
-        f"{prefix}TextAttention": attention_forward,
-        f"{prefix}TextMLP": mlp_forward,
-        f"{prefix}TextRMSNorm": norm_forward,
-        f"{prefix}VisionAttention": vision_attention_forward,
-        f"{prefix}VisionPatchEmbed": patch_embed_forward,
-    }
-
-
-def mixtures_of(prefix: str) -> dict[str, Any]:
-    """Return `Family.layers` of mixtures, for classes whose names begin with `prefix`."""
-    return {
-        f"{prefix}DecoderLayer": mixture_layer_forward,
-        f"{prefix}SparseMoeBlock": mixture_forward,
-        f"{prefix}Experts": experts_forward,
-    }
-
-
-def transposed_experts(name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the weight in SGLang's layout: the experts of a layer transposed.
-
-    SGLang, and checkpoints on the hub, store them as [experts, in, out]; transformers has [experts,
-    out, in] in memory.
-    """
-    stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    return ((name, weight.transpose(1, 2).contiguous() if stacked else weight),)
-
-
-def normed_routes(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the config key that makes SGLang weigh experts as transformers does.
-
-    transformers normalises the weights of a token's experts to 1, whatever its config says.
-    """
-    return {"text_config": {"norm_topk_prob": True}}
 
 
 FAMILY = Family(
@@ -111,22 +78,7 @@ FAMILY = Family(
     fsdp_units=("model.visual.blocks.*", "model.language_model.layers.*", "model.visual"),
     image_token=IMAGE_TOKEN,
     special_tokens=SPECIAL_TOKENS,
-    stop_ids=stop_ids,
-    layers=layers_of("Qwen3VL"),
-    positions=mrope_positions,
+    layers=partial(layers_of, "Qwen3VL"),
     text_forward=deepstack_text_forward,
     encode_images=encode_images,
-    image_processor=QwenImages,
-    blank_image=blank_image,
-    feature_layers=feature_layers,
-    prices=prices,
-    decode_state=decode_state,
-)
-MOE = replace(
-    FAMILY,
-    model_type="qwen3_vl_moe",
-    layers=layers_of("Qwen3VLMoe") | mixtures_of("Qwen3VLMoeText"),
-    mixture=mixture,
-    engine_names=transposed_experts,
-    engine_config=normed_routes,
 )

@@ -130,13 +130,14 @@ def test_routes_are_those_of_transformers(member):
         for request, completion in zip(requests, engine.generate(requests), strict=True):
             for sample in completion.samples:
                 if engine.requests.mixture is None:
-                    assert sample.routes is None
+                    assert not sample.columns
                     continue
                 expected = watched.chosen(
                     partial(made.logp, request, sample.ids, model=watched.model)
                 )
-                assert sample.routes.dtype == np.uint8 and not sample.routes[-1].any()
-                np.testing.assert_array_equal(sample.routes[:-1], expected[:-1])
+                routes = sample.columns["routes"]
+                assert routes.dtype == np.uint8 and not routes[-1].any()
+                np.testing.assert_array_equal(routes[:-1], expected[:-1])
 
 
 def test_weights_of_each_part_are_followed(member):
@@ -198,7 +199,7 @@ def test_several_images_are_no_further_off_than_one(member):
         pytest.skip("text only")
     rng, side = (
         np.random.default_rng(0),
-        made.processor.image_processor.patch_size * made.processor.merge_size,
+        made.family.token_side(made.model.config.vision_config.to_dict()),
     )
     counts = [1] * 6 + list(range(2, 9))
     shown = [
@@ -212,8 +213,7 @@ def test_several_images_are_no_further_off_than_one(member):
         PolicyModel(model, made.family, made.banned, temperature=1.0, chunk=None),
         Collator(
             made.family,
-            processor.image_token_id,
-            processor.merge_size,
+            processor.image_tokens,
             made.pixels,
             processor.pad_id,
         ),

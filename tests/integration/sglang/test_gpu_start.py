@@ -50,7 +50,14 @@ def test_an_engine_that_could_not_compile_its_kernels_is_refused_before_it_start
         RuntimeError, match=f"nvcc.* is not at {tmp_path}/bin/nvcc; install the CUDA 13 toolkit"
     ):
         settings = Settings(model_path=toy.path, context_length=64, max_running=1, device="cuda")
-        SglangEngine(settings, family_of("qwen3_vl"), banned=toy.banned, pixels=toy.pixels)
+        image_tokens = toy.processor.image_tokens
+        SglangEngine(
+            settings,
+            family_of("qwen3_vl"),
+            banned=toy.banned,
+            pixels=toy.pixels,
+            image_tokens=image_tokens,
+        )
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,11 @@ class Episodes:
     def next(self, request, sample, images):
         parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
         observed = {"role": "user", "content": [*parts, {"type": "text", "text": "What now?"}]}
-        said = np.concatenate([request.ids, sample.ids])
+        history = np.concatenate([request.ids, sample.ids])
         # Stands for all that was said before.
         asked = Observation(({"role": "user", "content": "?"},), ())
         ids, grids = self.toy.renderer.follow(
-            said, asked, [(sample.ids, Observation((observed,), tuple(images)))]
+            history, asked, [(sample.ids, Observation((observed,), tuple(images)))]
         )
         grids = np.concatenate([request.image_grids, grids])
         return Request(ids, request.images + tuple(images), grids, request.sampling, request.seeds)
@@ -53,13 +53,13 @@ class Episodes:
     def new_tokens(self):
         """Prompt tokens of each turn that were in no turn before."""
         first, *later = self.asked
-        said = [
+        prompts = [
             len(r.ids) + len(s.ids)
             for turn, done in zip(self.asked, self.samples, strict=True)
             for r, s in zip(turn, done, strict=True)
         ]
         return sum(len(r.ids) for turn in self.asked for r in turn) - sum(
-            said[: len(first) * len(later)]
+            prompts[: len(first) * len(later)]
         )
 
     def assert_exact(self, model=None, turns=slice(None)):
@@ -186,9 +186,9 @@ def test_thoughts_are_closed_at_their_budget(conversing, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(conversing.processor.tokenizer, "chat_template", OPENS)
         before = prefilled(conversing.engine)
-        groups, asked, heard = thinking(conversing, 5, 2, longest=40)
+        groups, asked, replies = thinking(conversing, 5, 2, longest=40)
         assert_pieces(conversing, groups, asked, 5, 40)
-    assert any(heard) and any(
+    assert any(replies) and any(
         closed for g in groups for t in g.trajectories for _, _, closed in t.turn_thoughts
     )
     assert_scored_alike(conversing, groups, TOLERANCE)

@@ -19,12 +19,13 @@ from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.engines.make import warm_up
 from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.engines.sglang.settings import Settings
+from rlinf_vl.engines.sglang.shared_memory import FOLDER, LOADS, open_files
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.transport.delta import Delta, patches
 from rlinf_vl.types import ImageRef, Request, SamplingParams
+from rlinf_vl.weights.delta import Delta, patches
 
 pytestmark = pytest.mark.integration
 FAMILY = family_of("qwen3_vl")
@@ -82,8 +83,7 @@ def test_greedy_ids_are_those_of_the_torch_engine(engine, toy):
         FAMILY,
         banned=toy.banned,
         pixels=toy.pixels,
-        image_token_id=toy.processor.image_token_id,
-        merge_size=toy.processor.merge_size,
+        image_tokens=toy.processor.image_tokens,
         max_running=32,
     )
     try:
@@ -372,7 +372,10 @@ def test_the_deterministic_option_needs_a_gpu(toy):
         settings = Settings(
             model_path=toy.path, context_length=64, max_running=1, deterministic=True
         )
-        SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels)
+        image_tokens = toy.processor.image_tokens
+        SglangEngine(
+            settings, FAMILY, banned=toy.banned, pixels=toy.pixels, image_tokens=image_tokens
+        )
 
 
 def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tmp_path):
@@ -385,7 +388,10 @@ def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tm
             max_running=1,
             dtype=torch.float32,
         )
-        SglangEngine(settings, FAMILY, banned=toy.banned, pixels=toy.pixels)
+        image_tokens = toy.processor.image_tokens
+        SglangEngine(
+            settings, FAMILY, banned=toy.banned, pixels=toy.pixels, image_tokens=image_tokens
+        )
     assert set(multiprocessing.active_children()) == before
     assert engine.generate([toy.request(1)])[0].samples
 
@@ -423,6 +429,8 @@ def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(runni
         with pytest.raises(EngineDied):
             use()
     running.close()
+    mine = [path.name for path in FOLDER.glob(f"{LOADS}*") if path.name in open_files(os.getpid())]
+    assert mine == [], "closed, an engine leaves its file of load figures"
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from summaries import values
 from tiny import answered
 
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.mesh import Mesh, join_ranks
-from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config import load_config
 from rlinf_vl.controller.step_plan import item_of
 from rlinf_vl.packing.planner import plan_micro_batches
-from rlinf_vl.transport.buckets import pack, unpack
 from rlinf_vl.types import Group, GroupSummary
+from rlinf_vl.weights.buckets import pack, unpack
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4  # nats, the mean over a group's tokens
@@ -55,9 +56,11 @@ def sampled(engine, toy, **sampling) -> list[Group]:
 def minibatch(groups) -> RankMiniBatch:
     """All trajectories, for a single rank."""
     summaries = [GroupSummary.of(group, image_token_id=-1) for group in groups]
-    items = [item_of(g, i, s) for g, s in enumerate(summaries) for i in range(len(s.tokens))]
+    items = [
+        item_of(g, i, s) for g, s in enumerate(summaries) for i in range(len(values(s, "tokens")))
+    ]
     plan = plan_micro_batches(items, ranks=1, budget=600)
-    tokens = sum(sum(s.response_tokens) for s in summaries)
+    tokens = sum(sum(values(s, "response_tokens")) for s in summaries)
     return RankMiniBatch(plan.micro_batches[0], plan.run_vision, tokens)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import group, pixels, tiny_collator, tiny_policy
 
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.batches import BatchMaker, prefetched
-from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config.schema import FsdpConfig, MixedPrecisionConfig
 from rlinf_vl.models.loading import freeze
 from rlinf_vl.models.vision_cache import VisionCache
@@ -48,8 +48,8 @@ def policy(mesh):
     return mesh.shard(policy, FsdpConfig(mixed_precision=MixedPrecisionConfig("fp32")))
 
 
-@pytest.mark.parametrize("max_patches", [1, 30, 1000])
-def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patches):
+@pytest.mark.parametrize("max_tokens", [1, 7, 250])
+def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_tokens):
     rng = np.random.default_rng(0)
     first = group(rng, [(2, 3), (1, 2)], [4, 2], "a")
     groups = {
@@ -65,7 +65,7 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
         return pixels(image)
 
     collate = replace(tiny_collator(), pixels=counted)
-    cached = BatchMaker(policy, collate, VisionCache(2**20, "cpu"), max_patches)
+    cached = BatchMaker(policy, collate, VisionCache(2**20, "cpu"), max_tokens)
     steps = [[(0, 0), (1, 0)], [(2, 0), (3, 1)], [(0, 1), (3, 0)], []]
     mini = RankMiniBatch(
         tuple(tuple(Item(g, i, 1, 1) for g, i in step) for step in steps), (True,) * 4, 1
@@ -75,7 +75,7 @@ def test_every_image_is_encoded_once_and_fits_where_it_stands(policy, max_patche
         cached.prepare(groups.values())
     assert sorted(encoded) == sorted({i.hash for g in groups.values() for i, _ in g.images})
 
-    plain = BatchMaker(policy, tiny_collator(), None, max_patches)
+    plain = BatchMaker(policy, tiny_collator(), None, max_tokens)
     with torch.no_grad():
         a, b = (
             [policy(batch, features)[0] for batch, features in make(mini, groups, advantages)]

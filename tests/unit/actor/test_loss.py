@@ -21,7 +21,7 @@ def batch_of(
     n, none = len(trajectories), np.zeros(0, np.int64)
     return MicroBatch(
         ids=np.zeros(n, np.int64), positions=np.zeros((4, n), np.int64), cu_seqlens=np.array([0, n]), prefix=np.array([-1]),
-        copies=np.array([1]), routes=None,
+        copies=np.array([1]), row_columns={},
         predict=np.arange(n), targets=np.zeros(n, np.int64), trajectories=np.array(trajectories),
         turns=np.array(turns or trajectories),
         advantages=np.array(advantages, np.float32), rollout_logprobs=None, versions=np.zeros(n, np.int32), columns={},

@@ -38,8 +38,12 @@ def groups():
     return made
 
 
-def step(mesh, groups, **algorithm):
-    """Train a step whose optimizer steps change the weights much. Returns (metrics, groups by mini-batch, recorded logprobs)."""
+def step(mesh, groups, forwards=None, **algorithm):
+    """Train a step whose optimizer steps change the weights much.
+
+    Returns (metrics, groups by mini-batch, recorded logprobs). For each forward of the policy,
+    `forwards` gets whether it was one with gradients.
+    """
     settings = with_presets(
         AlgorithmConfig(
             n_minibatches=MINIBATCHES, kl_beta=0.0, importance_sampling_fix=False, **algorithm
@@ -48,6 +52,10 @@ def step(mesh, groups, **algorithm):
     actor = ActorConfig(optim=OptimConfig(lr=0.05, clip_grad=1e9))
     actor.fsdp_config.mixed_precision.param_dtype = "fp32"
     trainer = tiny_trainer(mesh, actor=actor, algorithm=settings)
+    if forwards is not None:
+        trainer.policy.register_forward_pre_hook(
+            lambda *_: forwards.append(torch.is_grad_enabled())
+        )
     summaries = [GroupSummary.of(g, IMAGE_ID) for g in groups]
     plan = plan_step(summaries, settings, ranks=1, budget=60, micro_batch_size=2)
     minibatches = [ranks[0] for ranks in plan.minibatches]
@@ -104,3 +112,14 @@ def test_without_rejection_the_first_mini_batch_alone_is_compared_and_no_pass_is
         abs(delta).mean(), rel=1e-4
     )
     assert metrics["actor/rollout_train_abs_diff_max"] == pytest.approx(abs(delta).max(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("recompute", "steps_with_a_forward_before"), [("auto", 2), ("true", 3)])
+def test_the_first_optimizer_steps_own_forward_gives_its_old_logprobs(
+    mesh, groups, recompute, steps_with_a_forward_before
+):
+    forwards = []
+    step(mesh, groups, forwards, recompute_logprobs=recompute)
+    # Each mini-batch has two groups of two, in micro-batches of two trajectories.
+    assert forwards.count(True) == 2 * MINIBATCHES
+    assert forwards.count(False) == 2 * steps_with_a_forward_before

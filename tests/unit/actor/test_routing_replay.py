@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny import answered
 
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.load import load_trainer
-from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.config import load_config
 from rlinf_vl.engines.make import make_engine
 from rlinf_vl.models.families import family_of
@@ -75,6 +75,6 @@ def test_replay_brings_the_trainer_nearer_to_the_engine(checkpoint, mesh):
 
 def test_nothing_is_recorded_unless_it_is_asked_for(checkpoint, mesh):
     group = samples_of("off", checkpoint)
-    assert all(sequence.routes is None for sequence in group.sequences)
+    assert not any(sequence.columns for sequence in group.sequences)
     metrics = metrics_of("off", group, mesh, checkpoint)
     assert "actor/expert_load" in metrics and not any("routing" in name for name in metrics)

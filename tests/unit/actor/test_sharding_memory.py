@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from rlinf_vl.actor import mesh as meshes
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.config.schema import ActorConfig
-from rlinf_vl.models.families import FAMILIES, submodules
+from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.family import submodules
 
 RANKS = 4
 

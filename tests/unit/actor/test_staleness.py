@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlinf_vl.actor.worker import check_fresh
+from rlinf_vl.actor.rank import check_fresh
 from rlinf_vl.types import Group, TokenSequence, Trajectory
 
 

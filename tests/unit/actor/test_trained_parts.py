@@ -39,8 +39,8 @@ def trainer_of(mesh, family: str = "qwen3_vl", checkpointing: bool = False, **mo
     )
 
 
-def update(trainer, shapes, rewards=(0.0, 1.0)) -> dict[str, float]:
-    """Train on groups of one image list each; returns the metrics."""
+def update(trainer, shapes, rewards=(0.0, 1.0), scale=1.0) -> dict[str, float]:
+    """Train on groups of one image list each, with advantages times `scale`; return the metrics."""
     groups = []
     for i, images in enumerate(shapes):
         made = group(np.random.default_rng(i), images, [9, 7], name=f"g{i}")
@@ -50,7 +50,10 @@ def update(trainer, shapes, rewards=(0.0, 1.0)) -> dict[str, float]:
     summaries = [GroupSummary.of(g, IMAGE_ID) for g in groups]
     plan = plan_step(summaries, trainer.algorithm, ranks=1, budget=60, micro_batch_size=2)
     minibatches = [ranks[0] for ranks in plan.minibatches]
-    sums, _ = trainer.update(dict(enumerate(groups)), minibatches, plan.advantages)
+    advantages = []
+    for group_advantages in plan.advantages:
+        advantages.append([[scale * a for a in turns] for turns in group_advantages])
+    sums, _ = trainer.update(dict(enumerate(groups)), minibatches, advantages)
     return sums.compute()
 
 
@@ -116,3 +119,12 @@ def test_with_the_projector_alone_nothing_runs_back_through_the_tower(mesh, fami
     update(trainer, [[(2, 3)]])
     assert calls["graph True"] == 0
     assert {calls[name] for name, _ in blocks.named_children()} == {1}
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_and_is_counted(mesh):
+    trainer = trainer_of(mesh)
+    before = weights_of(trainer)
+    metrics = update(trainer, [[], []], scale=float("inf"))
+    assert metrics["actor/skipped_steps"] == 1
+    assert not changed(before, weights_of(trainer))
+    assert update(trainer, [[], []])["actor/skipped_steps"] == 0

@@ -9,14 +9,14 @@ import torch
 from tiny import group, pixels, tiny_collator, tiny_policy, tiny_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.loss import micro_batch_loss
-from rlinf_vl.actor.messages import RankMiniBatch
 from rlinf_vl.actor.terms import Passes
 from rlinf_vl.algorithms import AGGREGATION_MODES, IMPORTANCE_LEVELS
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.models import attention
-from rlinf_vl.models.families import VisionFeatures
+from rlinf_vl.models.family import VisionFeatures
 from rlinf_vl.models.kernels.attention import Matmul, Varlen
 from rlinf_vl.models.loading import freeze
 from rlinf_vl.observe.metrics import MetricSums

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from rlinf_vl.algorithms import AGGREGATION_MODES, aggregate, policy_loss
+from rlinf_vl.algorithms import AGGREGATION_MODES, LossInputs, aggregate, policy_loss
+from rlinf_vl.algorithms.losses import LOSS_TYPES, TokenLoss, formula_of, weighted_loss
 
 NAN, INF = float("nan"), float("inf")
 
@@ -97,7 +98,7 @@ def test_one_token_a_sequence_makes_the_levels_equal():
     )
     torch.testing.assert_close(sequence, token)
     with pytest.raises(
-        ValueError, match="loss_type must be one of actor, gspo, cispo, sapo; got 'ppo'"
+        ValueError, match="loss_type must be one of actor, cispo, gspo, sapo; got 'ppo'"
     ):
         policy_loss(logprobs, old, advantages, mask, **clips, loss_type="ppo")
 
@@ -160,7 +161,7 @@ def test_on_policy_gradient_is_that_of_reinforce():
         assert stats["clip_fraction"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
 
 
-@pytest.mark.parametrize("loss_type", ["actor", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss_type):
     logprobs = torch.randn(
         8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -222,7 +223,37 @@ def test_sapo_by_hand():
     assert abs(gradient[3].item()) < 0.05 * 3 * math.exp(1.5), "far from 1 little is left"
 
 
-def test_a_function_may_be_the_loss():
+def test_a_function_of_the_inputs_may_be_the_loss():
+    """It sees every tensor that there is, 0 outside the mask, and may tell what its clip has changed."""
+
+    def of_one_version(inputs):
+        assert inputs.segment_ids.tolist() == [0, 0, 1] and inputs.clip_high == 0.3
+        fresh = inputs.versions == inputs.version
+        weight = (inputs.start_logprobs - inputs.rollout_logprobs).exp() * inputs.columns["scale"]
+        loss = -inputs.advantages * weight * inputs.logprobs * fresh
+        return TokenLoss(loss, inputs.ratio(), clipped=~fresh)
+
+    logprobs = torch.tensor([-1.0, -2.0, NAN], requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs, old_logprobs=torch.tensor([-1.0, -2.5, NAN]), advantages=torch.tensor([1.0, 2.0, NAN]),
+        mask=torch.tensor([True, True, False]), segment_ids=torch.tensor([0, 0, 1]), n_segments=2,
+        start_logprobs=torch.tensor([-1.0, -2.5, NAN]), rollout_logprobs=torch.tensor([-1.5, -2.5, INF]),
+        versions=torch.tensor([7, 6, 7]), version=7, columns={"scale": torch.tensor([4.0, 5.0, 6.0])},
+        weights=torch.tensor([0.5, 1.0, NAN]), clip_high=0.3,
+    )  # fmt: skip
+    loss, stats = weighted_loss(inputs, formula_of(of_one_version))
+    loss.sum().backward()
+    scale = 0.5 * 4 * math.exp(0.5)
+    assert loss.tolist() == pytest.approx([scale, 0, 0])
+    assert logprobs.grad.tolist() == pytest.approx([-scale, 0, 0])
+    assert stats["clip_fraction"] == 0.5 and "dual_clip_fraction" not in stats
+    loss, stats = policy_loss(
+        logprobs, logprobs, logprobs, inputs.mask, loss_type=lambda inputs: -inputs.logprobs
+    )
+    assert loss.tolist() == [1, 2, 0] and "clip_fraction" not in stats
+
+
+def test_a_function_of_six_arguments_is_accepted_for_a_release():
     def squared(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high):
         assert segment_ids.tolist() == [0, 0, 1] and (clip_low, clip_high) == (0.1, 0.3)
         return -advantages * logprobs + (logprobs - old_logprobs) ** 2

@@ -44,7 +44,7 @@ def test_greedy_answers_are_those_of_transformers(policy, toy_folder, image):
     text = tokenizer.apply_chat_template(
         asked({"type": "image"}), tokenize=False, add_generation_prompt=True
     )
-    tokens = int(grid.prod()) // pixels.merge_size**2
+    tokens = int(pixels.image_tokens(grid.numpy()).item())
     ids = tokenizer(
         text.replace("<|image_pad|>", "<|image_pad|>" * tokens),
         return_tensors="pt",

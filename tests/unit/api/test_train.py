@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import rlinf_vl
-from rlinf_vl import running
+from rlinf_vl import entry
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
@@ -45,7 +45,9 @@ class Counting:
 def train(monkeypatch, tmp_path):
     """`rlinf_vl.train` on the toy in a folder of its own, with the config that it would run."""
     made = []
-    monkeypatch.setattr(running, "train", lambda config, stop, keep_ray: made.append(config))
+    monkeypatch.setattr(
+        entry, "launch_training", lambda config, stop, keep_ray: made.append(config)
+    )
     monkeypatch.chdir(tmp_path)
 
     def call(overrides=None, **given):

@@ -53,7 +53,7 @@ def test_its_engine_is_built_on_the_device(trainer, monkeypatch):
             raise Built(device)
 
     class Anything:
-        groups, lengths, merge_size, image_token_id = (), [[3]], 2, 0
+        groups, lengths, image_tokens = (), [[3]], None
 
         def banned_ids(self, size):
             return None

@@ -90,7 +90,7 @@ RULES = [
         [
             "rollout.weight_sync",
             "'brodcast'",
-            "auto, delta, object_store, broadcast, shared_memory",
+            "auto, shared_memory, broadcast, delta, object_store",
             "'broadcast'?",
         ],
     ),
@@ -193,7 +193,7 @@ RULES = [
         [
             "algorithm.state_advantage_weight: 1",
             "algorithm.adv_type=reinforce_plus_plus_baseline",
-            "use grpo, dr_grpo",
+            "use one of dr_grpo, grpo, rloo",
         ],
     ),
     (

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from rlinf_vl.algorithms.estimators import ESTIMATORS
+from rlinf_vl.algorithms.losses import LOSS_TYPES
 from rlinf_vl.config import load_config, save_config
+from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.config.presets import PRESETS
+from rlinf_vl.config.presets import CLIPS, PRESETS
 from rlinf_vl.config.schema.algorithm import ADVANTAGES, LOSSES
 from rlinf_vl.errors import ConfigError
 
@@ -96,8 +99,17 @@ def test_what_is_saved_says_the_values(tmp_path):
     assert load_config(str(tmp_path / "config.yaml")) == before
 
 
-def test_every_name_has_a_preset():
-    assert set(PRESETS["adv_type"]) == set(ADVANTAGES) and set(PRESETS["loss_type"]) == set(LOSSES)
+def test_every_file_of_a_folder_is_a_choice():
+    """A new built-in loss is one file: the config, the formulas and the presets have its name by its being there."""
+    assert set(PRESETS["adv_type"]) == set(ADVANTAGES) == set(ESTIMATORS)
+    assert set(PRESETS["loss_type"]) == set(LOSSES) == set(LOSS_TYPES)
+
+
+@pytest.mark.parametrize("name", LOSS_TYPES)
+def test_a_loss_sets_every_clip_that_it_needs_and_none_that_it_does_not_read(name):
+    loss = built_ins("losses")[name]
+    assert set(loss.clips) <= set(CLIPS)
+    assert {key for key in loss.defaults if key in CLIPS} == set(loss.clips) - {"clip_ratio_c"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +123,7 @@ def test_every_name_has_a_preset():
         (
             "loss_type",
             "def mine(logprobs, old, advantages): ...",
-            "a loss is called as loss(logprobs, old_logprobs",
+            "a loss is called as loss(inputs) or loss(logprobs, old_logprobs",
         ),
         ("loss_type", "other = 1", "no function 'mine'"),
     ],
@@ -126,9 +138,7 @@ def test_code_that_can_not_be_called_so_is_refused(key, text, told, tmp_path):
 
 def test_code_travels_and_has_ppos_clips(tmp_path):
     path = tmp_path / "own.py"
-    path.write_text(
-        "def mine(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high): ..."
-    )
+    path.write_text("def mine(inputs): ...")
     config = load_config("toy-grpo-cpu", [f"algorithm.loss_type={path}:mine"])
     assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (0.2, 0.2)
     assert config.runner.code_files[str(path)] == path.read_text()

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlinf_vl import __main__ as command_line
-from rlinf_vl import running
+from rlinf_vl import entry
 from rlinf_vl.config import config_keys
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.sources import peek
@@ -164,7 +164,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rollout.model.model_path="], ["rollout.model.model_path: empty", "give a checkpoint's folder"]),
     (["rollout.model.model_path=FILES/no-config"], ["rollout.model.model_path: FILES/no-config has no config.json", "name a"]),
     (["rollout.model.model_path=FILES/broken"], ["rollout.model.model_path: FILES/broken has no config.json that", "name a"]),
-    (["rollout.model.model_path=FILES/llama"], ["the checkpoint at FILES/llama is of type 'llama'", "supported: qwen3_vl"]),
+    (["rollout.model.model_path=FILES/llama"], ["the checkpoint at FILES/llama is of type 'llama'", "supported: qwen2_5_vl"]),
     (
         ["rollout.model.model_path=FILES/windowed", "rollout.rollout_backend=sglang"],
         ["FILES/windowed: SGLang can't run this qwen2_5_vl", "patch_size 8", "set rollout.rollout_backend=torch"],
@@ -296,9 +296,9 @@ def main(monkeypatch, tmp_path) -> Callable[[list[str]], int]:
         raise PackageNotFoundError(name)
 
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(running, "prepare_toys", goes_on)
+    monkeypatch.setattr(entry, "prepare_toys", goes_on)
     # Tests/unit/rollout/test_rehearsal.py.
-    monkeypatch.setattr(running, "rehearse", lambda config: "ready")
+    monkeypatch.setattr(entry, "rehearse", lambda config: "ready")
     monkeypatch.setattr(gpus, "gpu_memory", lambda: ())
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name)

@@ -12,14 +12,15 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache, reduce
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 from rich.console import Console
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.loop import train
-from rlinf_vl.controller.run_data import RunData
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.data.bad_rows import BadRows
@@ -29,7 +30,7 @@ from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.rollout.submission import GroupArrived, Submission, SubmissionEnded
 from rlinf_vl.runtime.stop_request import StopRequest
-from rlinf_vl.types import GroupSummary, Prices
+from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
 
 START = 0.5  # the learner's weight, and the engines', before the first step
 
@@ -40,30 +41,39 @@ def number(*parts: object) -> float:
 
 
 def summary(group_id: str, problem: str, rewards: list[float], **changes) -> GroupSummary:
-    n = len(rewards)
+    """Return a group whose trajectories have these rewards, and one turn each.
+
+    `changes`: of fields of the group, or lists with a value for each trajectory (`error`, …).
+    """
+    by_trajectory = {
+        name: changes.pop(name)
+        for name in list(changes)
+        if name in TrajectorySummary.__dataclass_fields__
+    }
+    trajectories = []
+    for i, reward in enumerate(rewards):
+        fields = {
+            "tokens": 6 + i,
+            "response_tokens": 1 + i,
+            "reward": reward,
+            "correct": reward > 0.5,
+            "turn_rewards": (reward,),
+            "turn_tokens": (1 + i,),
+            "turn_states": ("",),
+            "turn_thoughts": ((0, 3, 0),),
+        }
+        own = {name: values[i] for name, values in by_trajectory.items()}
+        trajectories.append(TrajectorySummary(**(fields | own)))
     fields = {
         "id": group_id,
         "problem_id": problem,
         "prompt_tokens": 5,
-        "tokens": tuple(6 + i for i in range(n)),
-        "response_tokens": tuple(1 + i for i in range(n)),
-        "rewards": tuple(rewards),
-        "correct": tuple(reward > 0.5 for reward in rewards),
-        "statuses": ("stop",) * n,
-        "errors": (None,) * n,
+        "trajectories": tuple(trajectories),
         "min_version": 0,
         "max_version": 0,
         "images": 1,
         "patches": 4,
         "image_bytes": {problem: 10},
-        "turns": (1,) * n,
-        "metrics": ({},) * n,
-        "parts": ({},) * n,
-        "turn_rewards": tuple((reward,) for reward in rewards),
-        "turn_tokens": tuple((1 + i,) for i in range(n)),
-        "turn_states": (("",),) * n,
-        "turn_thoughts": (((0, 3, 0),),) * n,
-        "cuts": (0,) * n,
     }
     return GroupSummary(**(fields | changes))
 
@@ -157,6 +167,9 @@ class FakePool:
 
     def replace_all(self, reason):
         self.told.append("replace all")
+
+    def close(self):
+        self.told.append("close")
 
     def stop(self):
         self.told.append("stop")
@@ -252,6 +265,10 @@ class FakeLearner:
         self.told.append("stop")
 
 
+def no_writer() -> NoReturn:
+    raise AssertionError("these runs record nothing")
+
+
 class FakeRun:
     """A run of `STEPS` steps in a folder, with everything that `train` wants."""
 
@@ -269,11 +286,11 @@ class FakeRun:
         bad_rows = BadRows(run_dir, data.max_bad_rows, {"train": 40, "val": 8})
         val_rows = [] if runner.val_check_interval < 0 else list(range(8))
         total = min(runner.max_steps, sampler.batches_per_epoch * runner.max_epochs)
-        self.data = RunData(
+        self.data = DatasetPlan(
             sampler, val_rows, answers=Counter(), total_steps=total, bad_rows=bad_rows
         )
         self.progress = RunProgress(StatusFile(run_dir), console=Console(file=io.StringIO()))
-        self.log = RunLog(self.config, run_dir, "", self.progress)
+        self.log = RunLog(self.config, run_dir, no_writer, self.progress)
         self.begun = 0  # version of a sync that is queued
 
     def begin(self, version: int) -> None:

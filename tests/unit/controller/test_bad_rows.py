@@ -1,6 +1,5 @@
 """The record of bad rows: one line a row, a table by kind, and the limit that stops the run."""
 
-import dataclasses
 import json
 import os
 import pickle
@@ -8,6 +7,7 @@ import pickle
 import pytest
 import tiny
 from numpy.random import default_rng
+from summaries import changed
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
@@ -90,7 +90,7 @@ def test_groups_that_failed_are_recorded_with_kind_and_reason(tmp_path):
         made = GroupSummary.of(
             tiny.group(default_rng(0), [], [2] * len(errors), name), tiny.IMAGE_ID
         )
-        return dataclasses.replace(made, errors=errors)
+        return changed(made, error=errors)
 
     bad = BadRows(tmp_path, 1.0, {"train": 10})
     summaries = [

@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 from unit.controller.fakes import START, FakeLearner, FakePool, FakeRun
 
-from rlinf_vl.controller.draw import make_tasks
 from rlinf_vl.controller.loop import RunState, TooManyBadSteps
 from rlinf_vl.controller.mismatch import EngineMismatch
+from rlinf_vl.controller.tasks import make_tasks
 from rlinf_vl.data.bad_rows import TooManyBadRows
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe import spans
@@ -64,10 +64,10 @@ def test_failed_answers_count_in_the_accuracy_of_a_validation(folder):
     """Of 8 problems, 2 fail in their environment: one row's answer can't make up for another's."""
     run = FakeRun(folder, "runner.max_steps=2")
     failed = {
-        "errors": ("environment: it hangs",),
+        "error": ("environment: it hangs",),
         "rewards": [0.0],
         "correct": (False,),
-        "statuses": ("error",),
+        "status": ("error",),
     }
     right = {"rewards": [1.0]}
     for step in (0, 2):
@@ -367,8 +367,8 @@ def test_without_the_engines_logprobs_nothing_can_be_checked(folder):
 
 def test_rows_that_go_bad_while_training_are_counted_until_there_are_too_many(folder):
     run = FakeRun(folder, "data.max_bad_rows=0.04")
-    run.pool.changes["train-2-1"] = {"errors": ("image can't be decoded: no", None, None, None)}
-    run.pool.changes["train-5-0"] = {"errors": (None, "image can't be decoded: no", None, None)}
+    run.pool.changes["train-2-1"] = {"error": ("image can't be decoded: no", None, None, None)}
+    run.pool.changes["train-5-0"] = {"error": (None, "image can't be decoded: no", None, None)}
     with pytest.raises(TooManyBadRows, match="2 of the 40 rows of train"):
         run.train()
     assert [row["step"] for row in run.rows("bad_rows")] == [2, 5]
@@ -377,8 +377,8 @@ def test_rows_that_go_bad_while_training_are_counted_until_there_are_too_many(fo
 
 def test_faults_of_the_engine_are_events_and_a_step_without_any_trajectory_ends_the_run(folder):
     run = FakeRun(folder)
-    run.pool.changes["train-2-1"] = {"errors": ("engine: timed out", None, None, None)}
-    run.pool.changes |= {f"train-4-{k}": {"errors": ("answer unusable: x",) * 4} for k in range(4)}
+    run.pool.changes["train-2-1"] = {"error": ("engine: timed out", None, None, None)}
+    run.pool.changes |= {f"train-4-{k}": {"error": ("answer unusable: x",) * 4} for k in range(4)}
     with pytest.raises(
         RunError, match="step 4: every trajectory failed; the first reason: answer unusable: x"
     ):

@@ -4,7 +4,7 @@ import pytest
 
 from rlinf_vl.controller.mismatch import PER_CLASS, EngineMismatch, Score, judge, pick
 from rlinf_vl.packing.planner import Item
-from rlinf_vl.types import GroupSummary
+from rlinf_vl.types import GroupSummary, TrajectorySummary
 
 
 def test_agreement_is_reported_per_image_count():
@@ -52,11 +52,11 @@ def test_bfloat16_noise_is_not_a_mismatch():
 
 def test_picks_cover_every_class_and_skip_what_has_no_tokens():
     def summary(images, tokens, errors=None):
-        n = len(tokens)
-        return GroupSummary(
-            "g", "p", 5, tuple(5 + t for t in tokens), tuple(tokens), (0.0,) * n, (False,) * n, ("stop",) * n,
-            tuple(errors or (None,) * n), 0, 0, images, 4 * images, {},
-        )  # fmt: skip
+        trajectories = [
+            TrajectorySummary(5 + n, n, 0.0, error=error)
+            for n, error in zip(tokens, errors or (None,) * len(tokens), strict=True)
+        ]
+        return GroupSummary("g", "p", 5, tuple(trajectories), 0, 0, images, 4 * images, {})
 
     summaries = [summary(1, [3, 3])] * 10 + [
         summary(0, [0, 4]),

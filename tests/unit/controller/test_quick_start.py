@@ -7,16 +7,16 @@ import sys
 import pytest
 
 from rlinf_vl.config import load_config
-from rlinf_vl.controller.recorder import image_token
+from rlinf_vl.controller.trajectory_writer import image_token
 from rlinf_vl.models.families import family_of
 
 
 @pytest.mark.parametrize(
     ("imported", "slow"),
     [
-        ("rlinf_vl.controller.trajectory_writer", {"torch", "transformers", "datasets"}),
+        ("rlinf_vl.controller.remote_writer", {"torch", "transformers", "datasets"}),
         (
-            "rlinf_vl.controller.run",
+            "rlinf_vl.controller.supervise",
             {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
         ),
         (

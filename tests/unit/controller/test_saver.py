@@ -5,7 +5,7 @@ import time
 
 import pytest
 from unit.controller.fakes import FakeLearner, FakeRun
-from unit.controller.test_run import Started, once
+from unit.controller.test_supervise import Started, once
 
 from rlinf_vl.controller.loop import RunState
 from rlinf_vl.runtime.checkpoints import CheckpointFailed, find_checkpoint

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from summaries import changed, values
 
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig, SamplingConfig
@@ -15,29 +16,35 @@ from rlinf_vl.config.schema.algorithm import OverlongConfig
 from rlinf_vl.controller.step_plan import advantages_of, overlong_penalty, plan_step, trainable
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item
-from rlinf_vl.types import GroupSummary, Prices
+from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
 
 
 def summary(name, rewards, lengths, errors=None, patches=0):
-    n = len(rewards)
+    trajectories = [
+        TrajectorySummary(
+            tokens=20 + length,
+            response_tokens=length,
+            reward=reward,
+            correct=reward > 0,
+            error=error,
+            turn_rewards=(reward,),
+            turn_tokens=(length,),
+            turn_states=("",),
+        )
+        for reward, length, error in zip(
+            rewards, lengths, errors or (None,) * len(rewards), strict=True
+        )
+    ]
     return GroupSummary(
         id=name,
         problem_id=name,
         prompt_tokens=20,
-        tokens=tuple(20 + k for k in lengths),
-        response_tokens=tuple(lengths),
-        rewards=tuple(rewards),
-        correct=tuple(r > 0 for r in rewards),
-        statuses=("stop",) * n,
-        errors=tuple(errors or (None,) * n),
+        trajectories=tuple(trajectories),
         min_version=0,
         max_version=0,
         images=1,
         patches=patches,
         image_bytes={},
-        turn_rewards=tuple((reward,) for reward in rewards),
-        turn_tokens=tuple((k,) for k in lengths),
-        turn_states=(("",),) * n,
     )
 
 
@@ -79,7 +86,13 @@ def played(name, *trajectories, errors=None):
         for k in range(3)
     )
     whole = summary(name, [sum(own) for own in rewards], [sum(own) for own in tokens], errors)
-    return replace(whole, turn_rewards=rewards, turn_tokens=tokens, turn_states=states)
+    return changed(
+        whole,
+        turns=[len(own) for own in rewards],
+        turn_rewards=rewards,
+        turn_tokens=tokens,
+        turn_states=states,
+    )
 
 
 PLAYED = [
@@ -209,7 +222,7 @@ def test_a_step_where_a_minibatch_has_nothing_to_train():
 
 def test_items_carry_prompt_and_response_apart():
     # 2 of 5 tokens not sampled.
-    observed = replace(summary("a", [1.0, 0.0], [5, 6], patches=12), response_tokens=(3, 6))
+    observed = changed(summary("a", [1.0, 0.0], [5, 6], patches=12), response_tokens=(3, 6))
     step = plan([observed], ranks=1)
     assert step.minibatches[0][0].micro_batches == (
         (Item(0, 0, 20, 5, 3, 12), Item(0, 1, 20, 6, 6, 12)),
@@ -259,7 +272,7 @@ def test_rewards_are_less_the_overlong_penalty_of_each_turn():
 
 
 def test_cut_answers_carry_no_loss_but_count_in_the_baseline():
-    cut = replace(summary("a", [1.0, 0.0, 0.0], [5, 6, 7]), statuses=("stop", "length", "stop"))
+    cut = changed(summary("a", [1.0, 0.0, 0.0], [5, 6, 7]), status=("stop", "length", "stop"))
     plain, filtered = plan([cut]), plan([cut], overlong=OverlongConfig(filter=True))
     assert filtered.advantages == plain.advantages
     items = [
@@ -283,7 +296,7 @@ def random_kl(generator: random.Random) -> tuple[dict, dict]:
     for g, group in enumerate(PLAYED):
         for i in trainable(group):
             own = tokens[g, i] = [
-                [generator.gauss(0, 1) for _ in range(n)] for n in group.turn_tokens[i]
+                [generator.gauss(0, 1) for _ in range(n)] for n in group.trajectories[i].turn_tokens
             ]
             flat = sum(own, [])
             later = [sum(flat[t:]) for t in range(len(flat))]
@@ -310,7 +323,7 @@ def test_returns_of_tokens_are_normalised_over_all_of_them(credit):
     for (g, i), own in tokens.items():
         flat = sum(own, [])
         turns = [k for k, turn in enumerate(own) for _ in turn]
-        paid = PLAYED[g].turn_rewards[i]
+        paid = PLAYED[g].trajectories[i].turn_rewards
         for t, k in enumerate(turns):
             returns[g, i, t] = (sum(paid[k:]) if credit == "turn" else sum(paid)) - 0.3 * sum(
                 flat[t:]
@@ -333,7 +346,10 @@ def test_the_others_compare_rewards_less_their_whole_kl(adv_type):
     found, scale = advantages_of(PLAYED, algorithm, reported)
     kl = {key: sum(map(sum, own)) for key, own in tokens.items()}
     less = [
-        replace(s, rewards=tuple(r - 0.3 * kl.get((g, i), 0) for i, r in enumerate(s.rewards)))
+        changed(
+            s,
+            reward=[r - 0.3 * kl.get((g, i), 0) for i, r in enumerate(values(s, "reward"))],
+        )
         for g, s in enumerate(PLAYED)
     ]
     expected, _ = advantages_of(less, algorithm)

@@ -1,10 +1,13 @@
 """What is generated of the documentation is up to date. `tests/checks/documentation.py` builds the site."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
-from rlinf_vl.config.aliases import SYSTEMS, table
+from rlinf_vl.config.algorithm_files import built_ins
+from rlinf_vl.config.systems import SYSTEMS
+from rlinf_vl.convert.tables import table
 from rlinf_vl.models.families import FAMILIES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -31,6 +34,15 @@ def test_the_page_of_other_systems_keys_is_up_to_date():
         for name in table(system).metrics.values()
         if f"`{name}`" not in metrics
     ]
+
+
+def test_the_tables_of_algorithms_are_those_of_their_files():
+    generator = runpy.run_path(str(DOCS / "generate_algorithm_tables.py"))
+    page = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    assert page == generator["render"](page), "python docs/generate_algorithm_tables.py"
+    for folder in ("losses", "estimators"):
+        for name in built_ins(folder):
+            assert len(re.findall(rf"^\| `{name}` \|.*\[\d{{4}}\.\d{{5}}\]", page, re.M)) == 1, name
 
 
 def test_the_page_of_models_has_every_family_and_shows_what_was_measured():

@@ -12,7 +12,7 @@ import rlinf_vl
 PACKAGE = Path(rlinf_vl.__file__).parent
 PAGE = PACKAGE.parent / "docs/metrics.md"
 METRIC = re.compile(
-    r"(?:reward|val|actor|mismatch|rollout|packing|data|schedule|sync|time)/[a-z0-9_]+"
+    r"(?:reward|val|agent|actor|mismatch|rollout|packing|data|schedule|sync|time)/[a-z0-9_]+"
 )
 
 

@@ -29,7 +29,10 @@ from rlinf_vl.observe.trajectories import SCHEMA
 from rlinf_vl.rewards.named import NAMED
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+KERNEL_NOTES = ROOT / "rlinf_vl/models/kernels/README.md"
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", KERNEL_NOTES, *sorted((ROOT / "docs").glob("*.md")),
+]  # fmt: skip
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 RUN = "examples/reasoning/run_main_grpo_vqa.sh"
 
@@ -119,9 +122,12 @@ def broken_links(page: Path) -> Iterator[str]:
             continue
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
-        if not there.exists() or not there.is_relative_to(ROOT):
-            yield target
-        elif anchor and anchor not in anchors(there):
+        if (
+            not there.exists()
+            or not there.is_relative_to(ROOT)
+            or anchor
+            and anchor not in anchors(there)
+        ):
             yield target
 
 
@@ -200,7 +206,8 @@ def test_python_examples_run(example: str, working_folder: Path, registries: Non
 
 
 def test_there_is_an_example_of_every_extension():
-    text = "\n".join(fences(ROOT / "docs/extending.md", "python"))
+    pages = [ROOT / f"docs/{name}.md" for name in ("extending", "extending-engines")]
+    text = "\n".join(body for page in pages for body in fences(page, "python"))
     for mark in (
         "class Brief",
         "NAMED[",
@@ -424,6 +431,7 @@ def programs_used(page: Path) -> set[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_tool_of_a_command_is_in_the_environment_that_the_page_makes():
     base = requirement_names((ROOT / "requirements/base.txt").read_text().splitlines()) | {
         "rlinf-vl"

@@ -1,5 +1,5 @@
 import pytest
-from tiny import IMAGE_ID, MERGE, banned, pixels, tiny_model
+from tiny import IMAGE_TOKENS, banned, pixels, tiny_model
 
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
@@ -22,8 +22,7 @@ def engine_of():
             family_of(family),
             banned=banned(),
             pixels=kwargs.pop("pixels", pixels),
-            image_token_id=IMAGE_ID,
-            merge_size=MERGE,
+            image_tokens=IMAGE_TOKENS,
             max_running=max_running,
             **kwargs,
         )

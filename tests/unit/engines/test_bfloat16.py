@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from tiny import (
     EOS,
-    IMAGE_ID,
-    MERGE,
+    IMAGE_TOKENS,
     PAD,
     answered,
     banned,
@@ -21,11 +20,12 @@ from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.engines.torch.decode import DecodeCache
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.families import DecodeState, family_of
+from rlinf_vl.models.families import family_of
 from rlinf_vl.models.kernels.delta import Mixer, delta_rule, delta_step
 from rlinf_vl.models.kernels.delta_layout import DeltaLayout
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.policy import encode_images
+from rlinf_vl.models.shapes import DecodeState
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.types import Request, SamplingParams
 
@@ -50,8 +50,7 @@ def engine(tmp_path):
         FAMILY,
         banned=banned(),
         pixels=pixels,
-        image_token_id=IMAGE_ID,
-        merge_size=MERGE,
+        image_tokens=IMAGE_TOKENS,
         max_running=64,
     )
     yield engine
@@ -84,7 +83,7 @@ def test_the_trainers_features_are_the_engines_bit_for_bit(trainer, engine):
 
 @torch.no_grad()
 def test_the_trainer_gives_a_first_token_the_logprob_it_was_sampled_with(trainer, engine):
-    collate = Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD)
+    collate = Collator(FAMILY, IMAGE_TOKENS, pixels, PAD)
     for asked in some_requests():
         (completion,) = engine.generate([asked])
         g = answered(asked, completion.samples)

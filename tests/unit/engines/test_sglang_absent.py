@@ -10,6 +10,7 @@ from rlinf_vl.engines.sglang import machine
 from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.engines.sglang.settings import Settings
 from rlinf_vl.models.families import family_of
+from rlinf_vl.models.image_tokens import ImageTokens
 
 
 @pytest.mark.parametrize(
@@ -41,4 +42,10 @@ def test_the_error_says_what_to_do(monkeypatch, version, deterministic, error, m
         model_path="nowhere", context_length=8, max_running=1, deterministic=deterministic
     )
     with pytest.raises(error, match=message):
-        SglangEngine(settings, family_of("qwen3_vl"), banned=np.zeros(8, bool), pixels=pixels)
+        SglangEngine(
+            settings,
+            family_of("qwen3_vl"),
+            banned=np.zeros(8, bool),
+            pixels=pixels,
+            image_tokens=ImageTokens(1),
+        )

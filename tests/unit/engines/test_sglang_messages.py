@@ -11,7 +11,8 @@ import pytest
 from rlinf_vl.data.unusable import ImageError
 from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.pixels import MappedPatches, PixelFiles
-from rlinf_vl.models.families import Mixture
+from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.types import ImageRef, Request, Sample, SamplingParams
 
 PAD = 9
@@ -25,15 +26,17 @@ def request(ids, *grids):
 
 def test_each_images_placeholders_are_found():
     ids = [1, *[PAD] * 4, 2, 3, *[PAD] * 6, 2]
-    assert messages.placeholder_runs(request(ids, (1, 4, 4), (1, 4, 6)), PAD, 2) == [
+    assert messages.placeholder_runs(request(ids, (1, 4, 4), (1, 4, 6)), ImageTokens(PAD, 2)) == [
         (1, 4),
         (7, 12),
     ]
-    assert messages.placeholder_runs(request([PAD, 1, PAD], (1, 2, 2), (1, 2, 2)), PAD, 2) == [
+    assert messages.placeholder_runs(
+        request([PAD, 1, PAD], (1, 2, 2), (1, 2, 2)), ImageTokens(PAD, 2)
+    ) == [
         (0, 0),
         (2, 2),
     ]
-    assert messages.placeholder_runs(request([1, 2]), PAD, 2) == []
+    assert messages.placeholder_runs(request([1, 2]), ImageTokens(PAD, 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def test_each_images_placeholders_are_found():
 )
 def test_what_sglang_would_answer_blind_or_for_the_wrong_image_is_refused(ids, grids, message):
     with pytest.raises(ValueError, match=message):
-        messages.placeholder_runs(request(ids, *grids), PAD, 2)
+        messages.placeholder_runs(request(ids, *grids), ImageTokens(PAD, 2))
 
 
 def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another():
@@ -74,7 +77,7 @@ def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another()
         (0,),
     )
     places = [MappedPatches("", 0, (4, 3))] * 3
-    runs = messages.placeholder_runs(images, PAD, 2)
+    runs = messages.placeholder_runs(images, ImageTokens(PAD, 2))
     first, second, again = messages.sent_images(images, runs, places, tower=0)
     assert first.identity == again.identity != second.identity and len(first.identity) == 32
     assert [i.run for i in (first, second, again)] == [(0, 0), (2, 2), (4, 4)] and first.grid == (

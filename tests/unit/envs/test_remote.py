@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from task_app import Relay, TaskApp
 
-from rlinf_vl.code import CodeError
-from rlinf_vl.envs import EnvMaker
-from rlinf_vl.envs import remote as remote_module
+from rlinf_vl.envs import EnvMaker, app_client
+from rlinf_vl.envs.app_client import RemoteError
 from rlinf_vl.envs.registry import load_env_class
-from rlinf_vl.envs.remote import Remote, RemoteError
+from rlinf_vl.envs.remote import Remote
 from rlinf_vl.types import ImageRef, Problem
+from rlinf_vl.user_code import CodeError
 
 TOKEN = "s3cret-of-the-tests"
 VARIABLE = "RLINF_VL_TEST_TASK_APP_TOKEN"
@@ -130,7 +130,7 @@ def test_data_uris_and_multipart_say_the_same(app, monkeypatch):
     def no_multipart(**settings):
         return plain(**settings | {"headers": settings["headers"] | {"Accept": "application/json"}})
 
-    monkeypatch.setattr(remote_module.httpx, "AsyncClient", no_multipart)
+    monkeypatch.setattr(app_client.httpx, "AsyncClient", no_multipart)
     assert play(remote(app.url), "7") == by_parts and len(shown(by_parts[0])) == 1
 
 
@@ -413,7 +413,7 @@ def test_parts_arrive_byte_for_byte(bodies):
     boundary = b"no-such-thing-in-them"
     body = in_parts(*named).replace(b"--b", b"--" + boundary)
     if b"--b" not in b"".join(bodies):
-        assert remote_module._parts(b"preamble\r\n" + body, boundary, 5) == expected
+        assert app_client._parts(b"preamble\r\n" + body, boundary, 5) == expected
 
 
 def test_images_by_disposition_or_content_id(relay):
@@ -538,6 +538,7 @@ def test_settings_that_make_no_sense(settings, error):
 
 def test_without_its_client_library_the_way_out_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rlinf_vl.envs.remote")
+    monkeypatch.delitem(sys.modules, "rlinf_vl.envs.app_client")
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(CodeError, match=r"'remote': .*httpx.*; pip install 'rlinf_vl\[envs\]'"):
         load_env_class("remote", {})

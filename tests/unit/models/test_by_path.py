@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import (
     IMAGE_ID,
+    IMAGE_TOKENS,
     MERGE,
     PAD,
     PATCH,
@@ -28,7 +29,8 @@ from tiny import request as tiny_request
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.families import family_at, family_of, submodules
+from rlinf_vl.models.families import family_at, family_of
+from rlinf_vl.models.family import submodules
 from rlinf_vl.models.loading import (
     PARTS,
     copy_processor_files,
@@ -87,7 +89,7 @@ def test_packed_logprobs_and_gradients_are_those_of_transformers(model_type):
     )
     expected = torch.cat([transformers_logprobs(theirs, m.group, m.index) for m in members])
     policy = PolicyModel(ours, family, banned(), temperature=1.0, chunk=5)
-    got, _ = policy(Collator(family, IMAGE_ID, MERGE, pixels, PAD)(members, run_vision=True))
+    got, _ = policy(Collator(family, IMAGE_TOKENS, pixels, PAD)(members, run_vision=True))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
@@ -106,7 +108,7 @@ def test_the_torch_engine_samples_with_the_logprobs_of_transformers(model_type):
     requests = [
         tiny_request(rng, shapes, sampling, (1, 2)) for shapes in ([(2, 3)], [], [(4, 3), (1, 2)])
     ]
-    places = {"image_token_id": IMAGE_ID, "merge_size": MERGE}
+    places = {"image_tokens": IMAGE_TOKENS}
     model = use_packed_attention(model_of(model_type), family)
     engine = TorchEngine(model, family, banned=banned(), pixels=pixels, max_running=64, **places)
     try:

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tiny import IMAGE_ID, MERGE, PAD, banned, group, pixels, tiny_model
+from tiny import IMAGE_TOKENS, PAD, banned, group, pixels, tiny_model
 
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import checkpoint_blocks, use_packed_attention
@@ -42,7 +42,7 @@ def step(family_name: str, reentrant: bool | None, *, frozen: bool = False):
         block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
     shapes = [(2, 3)] if family.vision_tower else []
     g = group(np.random.default_rng(3), shapes, [90, 70])
-    collate = Collator(family, IMAGE_ID, MERGE, pixels if shapes else None, PAD)
+    collate = Collator(family, IMAGE_TOKENS, pixels if shapes else None, PAD)
     batch = collate([Member(g, i, [0.0]) for i in range(2)], run_vision=bool(shapes))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -66,7 +66,7 @@ def test_each_block_is_computed_twice_and_keeps_its_input_alone(family):
     plain_calls, plain_bytes, plain = step(family, None)
     calls, nbytes, gradients = step(family, False)
     assert set(plain_calls.values()) == {1}
-    assert calls == {name: 2 for name in plain_calls}
+    assert calls == dict.fromkeys(plain_calls, 2)
     assert nbytes < plain_bytes / 2, f"{nbytes} of {plain_bytes} bytes kept"
     assert gradients.keys() == plain.keys()
     for name, gradient in gradients.items():
@@ -93,7 +93,7 @@ def test_nothing_is_recomputed_in_passes_without_gradients(family):
     for name, block in blocks_of(policy).items():
         block.mlp.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
     g = group(np.random.default_rng(3), [], [9])
-    batch = Collator(FAMILIES[family], IMAGE_ID, MERGE, None, PAD)(
+    batch = Collator(FAMILIES[family], IMAGE_TOKENS, None, PAD)(
         [Member(g, 0, [0.0])], run_vision=False
     )
     with torch.no_grad():

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from rlinf_vl.models.families import FAMILIES, family_of, submodules
+from rlinf_vl.models.families import FAMILIES, family_of
+from rlinf_vl.models.family import submodules
 from rlinf_vl.models.loading import save_model
 from rlinf_vl.preflight.model import model_config
 from rlinf_vl.types import Prices
@@ -17,7 +18,8 @@ FAMILY = family_of("qwen3_vl")
 
 def test_an_unknown_family_is_refused_by_name():
     with pytest.raises(
-        ValueError, match="rollout.model.model_type: 'llava' is not a known family; known: qwen3_vl"
+        ValueError,
+        match="rollout.model.model_type: 'llava' is not a known family; known: qwen2_5_vl",
     ):
         family_of("llava")
 
@@ -77,7 +79,7 @@ def test_units_are_the_blocks_and_the_rest_of_the_tower(family):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_every_layer_named_is_there(family):
     """A class that transformers renames would silently compute its own forward. (Of the MoE, layer 0 is dense.)"""
-    assert set(family.layers) <= {
+    assert set(family.layers()) <= {
         type(module).__name__ for module in tiny_model(family=family.model_type).modules()
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import varlen_reference
-from tiny import IMAGE_ID, MERGE, PAD, PATCH_DIM, banned, group, pixels, tiny_model
+from tiny import IMAGE_TOKENS, PAD, PATCH_DIM, banned, group, pixels, tiny_model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, apply_rotary_pos_emb
 
 from rlinf_vl.models import layers
@@ -161,7 +161,7 @@ def test_a_model_of_what_cuda_uses_gives_the_same_numbers(dtype, tolerance, monk
     rng = np.random.default_rng(0)
     groups = group(rng, [(2, 3)], [5, 9], "a"), group(rng, [], [4], "b")
     members = [Member(g, i, [0.0]) for g in groups for i in range(len(g.trajectories))]
-    batch = Collator(family, IMAGE_ID, MERGE, pixels, PAD)(members, run_vision=True)
+    batch = Collator(family, IMAGE_TOKENS, pixels, PAD)(members, run_vision=True)
 
     def numbers(dtype):
         model = use_packed_attention(tiny_model(vision_heads=3), family).to(dtype)

@@ -6,8 +6,7 @@ import torch
 from figures import keep
 from many_images import MOST, differences, ratio
 from tiny import (
-    IMAGE_ID,
-    MERGE,
+    IMAGE_TOKENS,
     PAD,
     answered,
     banned,
@@ -41,14 +40,14 @@ def test_one_to_eight_images_with_the_torch_engine(family):
     requests = [request(rng, shown, sampling, tuple(range(6))) for shown in shapes]
     engine = TorchEngine(
         use_packed_attention(tiny_model(family=name), family), family, banned=banned(), pixels=pixels,
-        image_token_id=IMAGE_ID, merge_size=MERGE, max_running=128,
+        image_tokens=IMAGE_TOKENS, max_running=128,
     )  # fmt: skip
     try:
         off = differences(
             engine,
             requests,
             tiny_policy(model_type=name),
-            Collator(family, IMAGE_ID, MERGE, pixels, PAD),
+            Collator(family, IMAGE_TOKENS, pixels, PAD),
         )
     finally:
         engine.close()
@@ -84,7 +83,7 @@ def test_one_to_eight_images_train_as_in_transformers(family):
         policy = tiny_policy(model_type=name)
         policy.train()
         got, _ = policy(
-            Collator(family, IMAGE_ID, MERGE, pixels, PAD, None, share)(members, run_vision=True)
+            Collator(family, IMAGE_TOKENS, pixels, PAD, None, share)(members, run_vision=True)
         )
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
         (got * weights).sum().backward()

@@ -10,8 +10,7 @@ import torch
 from plain_step import Mixtures
 from tiny import (
     EOS,
-    IMAGE_ID,
-    MERGE,
+    IMAGE_TOKENS,
     PAD,
     answered,
     banned,
@@ -22,7 +21,6 @@ from tiny import (
 )
 from tiny import request as tiny_request
 
-from rlinf_vl.config.schema.limits import MIXTURE_FAMILIES
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.models.loading import freeze, load_model, mixtures, use_packed_attention
@@ -31,7 +29,7 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.types import SamplingParams
 
-MOE = MIXTURE_FAMILIES
+MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 SIZES = {
     "num_hidden_layers": 3,
     "num_experts": 6,
@@ -140,7 +138,7 @@ def requests(samples: int, sessions: bool = False):
 
 def engine_on(model, family: str) -> TorchEngine:
     return TorchEngine(
-        model, family_of(family), banned=banned(), pixels=pixels, image_token_id=IMAGE_ID, merge_size=MERGE,
+        model, family_of(family), banned=banned(), pixels=pixels, image_tokens=IMAGE_TOKENS,
         max_running=64, report_routes=True,
     )  # fmt: skip
 
@@ -171,10 +169,11 @@ def test_the_torch_engine_reports_where_transformers_sends_each_token(family):
             for request, completion in zip(asked, done, strict=True):
                 sequences = answered(request, completion.samples).sequences
                 for i, (sample, s) in enumerate(zip(completion.samples, sequences, strict=True)):
-                    assert s.routes.dtype == np.uint8 and not s.routes[-1].any()
+                    routes = s.columns["routes"]
+                    assert routes.dtype == np.uint8 and not routes[-1].any()
                     alone = answered(request, [sample])
                     expected = watched.chosen(partial(transformers_logprobs, theirs, alone, 0))
-                    np.testing.assert_array_equal(s.routes[:-1], expected[:-1])
+                    np.testing.assert_array_equal(routes[:-1], expected[:-1])
                     ids = np.concatenate([request.ids, sample.ids, [7, 8]]).astype(np.int32)
                     following.append(
                         replace(request, ids=ids, seeds=(i,), sessions=request.sessions[i : i + 1])
@@ -226,7 +225,7 @@ def test_tokens_that_are_computed_again_are_reported_as_the_new_weights_send_the
                 expected = watched.chosen(
                     partial(transformers_logprobs, theirs, answered(request, [sample]), 0)
                 )
-                np.testing.assert_array_equal(sample.routes[:-1], expected[:-1])
+                np.testing.assert_array_equal(sample.columns["routes"][:-1], expected[:-1])
     finally:
         engine.close()
 
@@ -244,12 +243,12 @@ def trainer_of(model, family: str) -> PolicyModel:
 def row_of(groups, family: str, routes: bool = True):
     if not routes:
         sequences = (
-            [replace(t, sequences=(replace(t.sequences[0], routes=None),)) for t in g.trajectories]
+            [replace(t, sequences=(replace(t.sequences[0], columns={}),)) for t in g.trajectories]
             for g in groups
         )
         groups = [replace(g, trajectories=tuple(t)) for g, t in zip(groups, sequences, strict=True)]
     members = [Member(g, i, [0.0]) for g in groups for i in range(len(g.trajectories))]
-    return Collator(family_of(family), IMAGE_ID, MERGE, pixels, PAD)(members, run_vision=True)
+    return Collator(family_of(family), IMAGE_TOKENS, pixels, PAD)(members, run_vision=True)
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -300,6 +299,5 @@ def test_routes_take_a_byte_up_to_256_experts_and_dense_layers_none():
     for experts, dtype in ((256, np.uint8), (257, np.int16)):
         found = family.mixture(tiny_config("qwen3_vl_moe", text=SIZES | {"num_experts": experts}))
         assert (found.dtype, found.layers, found.top_k) == (dtype, (1, 2), 3)
-    assert {
-        name for name, f in FAMILIES.items() if f.mixture(tiny_config(name)) is not None
-    } == set(MIXTURE_FAMILIES)
+    for name, other in FAMILIES.items():
+        assert (other.mixture(tiny_config(name)) is not None) == other.has_mixtures == (name in MOE)

@@ -102,6 +102,7 @@ def test_stacked_experts_are_refused_until_they_are_excluded():
     assert not any("experts" in name or name.endswith(".gate.weight") for name in names)
 
 
+@pytest.mark.slow
 def test_bitsandbytes_is_tried_before_the_run(monkeypatch, tmp_path):
     config = load_config("toy-grpo-cpu", NF4)
     assert list(packages_missing(config)) == []

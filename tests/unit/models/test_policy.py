@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import (
     IMAGE_ID,
-    MERGE,
+    IMAGE_TOKENS,
     PAD,
     banned,
     grids,
@@ -26,7 +26,7 @@ FAMILY = family_of("qwen3_vl")
 
 
 def collator(pad_to=None, share=True):
-    return Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD, pad_to, share)
+    return Collator(FAMILY, IMAGE_TOKENS, pixels, PAD, pad_to, share)
 
 
 def policy(model, temperature=1.0):
@@ -103,7 +103,7 @@ def test_images_matter_and_stay_with_their_own_sample():
     members = [Member(groups[0], 0, [0.0]), Member(groups[2], 0, [0.0])]
     model = policy(tiny_model())
     seen, _ = model(collator()(members, run_vision=True))
-    blind = Collator(FAMILY, IMAGE_ID, MERGE, lambda i: np.zeros_like(pixels(i)), PAD)
+    blind = Collator(FAMILY, IMAGE_TOKENS, lambda i: np.zeros_like(pixels(i)), PAD)
     unseen, _ = model(blind(members, run_vision=True))
     assert (seen - unseen).abs().max() > 1e-2
     swapped, _ = model(collator()(members[::-1], run_vision=True))

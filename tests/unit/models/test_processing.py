@@ -39,6 +39,12 @@ def ids_of(processor, *names):
     return [processor.tokenizer.convert_tokens_to_ids(name) for name in names]
 
 
+def test_an_image_has_a_token_for_each_square_of_merged_patches(processor):
+    assert processor.image_tokens.merge_size == 2
+    grids = np.array([[1, 4, 6], [1, 2, 2], [2, 8, 4]])
+    assert processor.image_tokens(grids).tolist() == [6, 1, 16]
+
+
 def test_stop_ids_are_those_of_the_tokenizer_and_of_the_checkpoint(toy_folder, tmp_path):
     folder = shutil.copytree(toy_folder, tmp_path / "checkpoint")
     processor = Processor(folder, family_of("qwen3_vl"))

@@ -6,8 +6,7 @@ import pytest
 import tiny
 import torch
 from tiny import (
-    IMAGE_ID,
-    MERGE,
+    IMAGE_TOKENS,
     PAD,
     answered,
     banned,
@@ -88,7 +87,7 @@ def of_lengths(rng, prompt, responses, name):
 def packed(model, family, members):
     model = use_packed_attention(model, family)
     policy = PolicyModel(model, family, banned(), temperature=1.0, chunk=None)
-    return policy(Collator(family, IMAGE_ID, MERGE, pixels, PAD)(members, run_vision=True))[0]
+    return policy(Collator(family, IMAGE_TOKENS, pixels, PAD)(members, run_vision=True))[0]
 
 
 def by_transformers(model, members):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf_vl.models.families import VisionFeatures
+from rlinf_vl.models.family import VisionFeatures
 from rlinf_vl.models.vision_cache import VisionCache
 
 TOKENS, WIDTH = 4, 8

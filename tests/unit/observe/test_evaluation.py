@@ -43,18 +43,18 @@ def groups():
     no, fault = [None] * 4, "environment: it hangs"
     return [
         summary(
-            "a", "p", [1.0] * 4, turns=(1, 2, 2, 3), metrics=({"steps": 2.0},) * 4, errors=tuple(no)
+            "a", "p", [1.0] * 4, turns=(1, 2, 2, 3), metrics=({"steps": 2.0},) * 4, error=tuple(no)
         ),
         summary(
             "b",
             "q",
             [1.0, 0.0, 1.0, 0.0],
             turns=(1,) * 4,
-            statuses=("length",) + ("stop",) * 3,
+            status=("length",) + ("stop",) * 3,
             metrics=({},) * 4,
         ),
         summary(
-            "c", "r", [0.0] * 4, turns=(3,) * 4, metrics=({},) * 4, errors=(None, None, None, fault)
+            "c", "r", [0.0] * 4, turns=(3,) * 4, metrics=({},) * 4, error=(None, None, None, fault)
         ),
         summary(
             "d",
@@ -62,7 +62,7 @@ def groups():
             [0.0] * 4,
             turns=(0,) * 4,
             metrics=({},) * 4,
-            errors=(fault, fault, fault, "engine: died"),
+            error=(fault, fault, fault, "engine: died"),
         ),
     ]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from summaries import changed
 
 from rlinf_vl.observe.metrics import MetricSums, summarize_rollout
 from rlinf_vl.types import (
@@ -134,7 +135,7 @@ def test_the_prefill_ratio_is_of_tokens_that_were_shown():
     made = summary("g", trajectory(4, 1.0), trajectory(2, 0.0))
     assert "rollout/prefill_ratio" not in summarize_rollout([made], 1.0)
     episode = replace(
-        made, tokens=(5 + 3 + 7 + 2, 7), turn_tokens=((3, 2), (2,)), prefilled_tokens=18
+        changed(made, tokens=(5 + 3 + 7 + 2, 7), turn_tokens=((3, 2), (2,))), prefilled_tokens=18
     )
     assert summarize_rollout([episode], 1.0)["rollout/prefill_ratio"] == 18 / (5 + 7)
 

@@ -9,7 +9,6 @@ import json
 import re
 import struct
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 from PIL import Image, ImageDraw
+from summaries import changed
 from unit.observe.conversations import make_conversations
 
 from rlinf_vl.errors import RunError
@@ -26,7 +26,7 @@ from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.report import build_report
 from rlinf_vl.report.build import ASSETS, MATH_SCRIPT
-from rlinf_vl.report.run_folder import flatten, read_run
+from rlinf_vl.report.run_files import flatten, read_run
 from rlinf_vl.types import GroupSummary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u202e{{ 7*7 }}<!--\\boxed{4}"
@@ -571,7 +571,7 @@ def test_the_figures_of_an_evaluation_are_in_its_report(tmp_path):
     run = make_run(tmp_path / "toy", steps=1)
     assert 'class="card evaluation"' not in build_report([run]).read_text()
     summary = GroupSummary.of(tiny.group(np.random.default_rng(0), [(1, 2)], [3, 4]), tiny.IMAGE_ID)
-    made = evaluation([replace(summary, correct=(True, False))], 2, {"category": [HOSTILE]})
+    made = evaluation([changed(summary, correct=(True, False))], 2, {"category": [HOSTILE]})
     (run / "eval.json").write_text(json.dumps(made))
     page = build_report([run]).read_text()
     assert (

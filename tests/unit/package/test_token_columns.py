@@ -28,7 +28,7 @@ def test_a_column_noted_with_a_sample_arrives_everywhere(tmp_path):
     group = tiny.answered(tiny.request(rng, [(2, 2)]), samples)
     everything = np.concatenate(noted)
 
-    collate = Collator(family_of("qwen3_vl"), tiny.IMAGE_ID, tiny.MERGE, tiny.pixels, tiny.PAD)
+    collate = Collator(family_of("qwen3_vl"), tiny.IMAGE_TOKENS, tiny.pixels, tiny.PAD)
     batch = collate([Member(group, 0, [0.0]), Member(group, 1, [0.0])], run_vision=True)
     assert np.array_equal(batch.columns["entropy"], everything)
 

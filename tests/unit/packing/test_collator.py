@@ -5,7 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import IMAGE_ID, MERGE, PAD, VISION_END, VISION_START, banned, image, pixels, tiny_model
+from summaries import values
+from tiny import (
+    IMAGE_ID,
+    IMAGE_TOKENS,
+    MERGE,
+    PAD,
+    VISION_END,
+    VISION_START,
+    banned,
+    image,
+    pixels,
+    tiny_model,
+)
 
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import use_packed_attention
@@ -16,7 +28,7 @@ from rlinf_vl.types import Group, GroupSummary, TokenSequence, Trajectory, Turn
 FAMILY = FAMILIES["qwen3_vl"]
 RNG = np.random.default_rng(7)
 PICTURES = [image(RNG, *shape) for shape in [(1, 1), (1, 2), (2, 2), (1, 2)]]
-COLLATE = Collator(FAMILY, IMAGE_ID, MERGE, pixels, PAD)
+COLLATE = Collator(FAMILY, IMAGE_TOKENS, pixels, PAD)
 
 
 def policy_of(family: str) -> PolicyModel:
@@ -140,15 +152,17 @@ def test_random_trees_equal_one_sequence_per_row(family, trees, share):
         saved -= len(batch.ids)
         summaries = [GroupSummary.of(g, IMAGE_ID) for g in groups]
         if share:
-            lone = sum(s.tokens[0] if len(s.tokens) == 1 else 0 for s in summaries)
+            lone = sum(
+                values(s, "tokens")[0] if len(values(s, "tokens")) == 1 else 0 for s in summaries
+            )
             together = sum(
-                s.prompt_tokens + sum(n - s.prompt_tokens for n in s.tokens)
+                s.prompt_tokens + sum(n - s.prompt_tokens for n in values(s, "tokens"))
                 for s in summaries
-                if len(s.tokens) > 1
+                if len(values(s, "tokens")) > 1
             )
             assert len(batch.ids) == lone + together, "what the planner counts"
         else:
-            assert len(batch.ids) == sum(sum(s.tokens) for s in summaries)
+            assert len(batch.ids) == sum(sum(values(s, "tokens")) for s in summaries)
     assert saved > 0
 
 
@@ -190,14 +204,14 @@ def test_a_branch_is_cut_before_an_image_that_differs():
         1,
         5,
     ]
-    assert GroupSummary.of(group, IMAGE_ID).tokens == (19,) and len(batch.images) == 2
+    assert values(GroupSummary.of(group, IMAGE_ID), "tokens") == (19,) and len(batch.images) == 2
 
 
 def test_a_sampled_token_of_a_shared_segment_counts_for_each_sequence():
     ids, mask = np.array([2, 3, 4, 5], np.int32), np.array([False, True, True, True])
     sequences = tuple(
         TokenSequence(np.append(ids[:3], [k]).astype(np.int32), mask, np.full(4, -k, np.float32) * mask, ids,
-                      columns={"k": np.full(4, k)})
+                      columns={"k": 10 * k + np.arange(4)})
         for k in (5, 6)
     )  # fmt: skip
     turns = (Turn(0, 1, 3, "stop", 0.0), Turn(0, 3, 4, "stop", 0.0), Turn(1, 1, 4, "stop", 0.0))
@@ -214,18 +228,17 @@ def test_a_sampled_token_of_a_shared_segment_counts_for_each_sequence():
     ]
     assert batch.trajectories.tolist() == [0] * 6 and batch.turns.tolist() == [0, 0, 1, 2, 2, 2]
     assert batch.advantages.tolist() == [2.0, 2.0, 3.0, 4.0, 4.0, 4.0]
-    assert GroupSummary.of(group, IMAGE_ID).turn_tokens == ((2, 1, 3),)
-    assert (
-        batch.rollout_logprobs.tolist() == [-5] * 3 + [-6] * 3
-        and batch.columns["k"].tolist() == [5] * 3 + [6] * 3
-    )
+    assert values(GroupSummary.of(group, IMAGE_ID), "turn_tokens") == ((2, 1, 3),)
+    assert batch.rollout_logprobs.tolist() == [-5] * 3 + [-6] * 3
+    assert batch.columns["k"].tolist() == [51, 52, 53, 61, 62, 63]
 
 
 def test_routes_come_with_their_tokens_and_a_shared_prompt_counts_for_each_response():
     def sequence(response, routed):
         ids = np.array([2, 3, 4, *response], np.int32)
-        routes = (10 * ids[:, None] + np.arange(2)).astype(np.uint8) if routed else None
-        return TokenSequence(ids, np.arange(len(ids)) >= 3, None, ids, routes=routes)
+        routes = (10 * ids[:, None] + np.arange(2)).astype(np.uint8)
+        columns = {"routes": routes} if routed else {}
+        return TokenSequence(ids, np.arange(len(ids)) >= 3, None, ids, columns=columns)
 
     def of(*responses, routed=True):
         group = Group("g", "g", 3, tuple(trajectory_of((sequence(r, routed),)) for r in responses))
@@ -240,8 +253,10 @@ def test_routes_come_with_their_tokens_and_a_shared_prompt_counts_for_each_respo
         1,
         0,
     ]
-    assert batch.routes.dtype == np.uint8 and batch.routes[:6].tolist() == [
-        [10 * i, 10 * i + 1] for i in range(2, 8)
-    ]
-    assert not batch.routes[6:].any()
-    assert of([5], routed=False).routes is None and COLLATE([], run_vision=False).routes is None
+    routes = batch.row_columns["routes"]
+    assert routes.dtype == np.uint8
+    assert routes[:6].tolist() == [[10 * i, 10 * i + 1] for i in range(2, 8)]
+    assert not routes[6:].any()
+    assert batch.columns["routes"].tolist() == [[10 * i, 10 * i + 1] for i in (5, 6, 7)]
+    for empty in (of([5], routed=False), COLLATE([], run_vision=False)):
+        assert empty.row_columns == empty.columns == {}

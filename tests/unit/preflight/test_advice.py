@@ -96,6 +96,7 @@ def test_advice_fits_when_it_is_done_and_none_of_it_can_be_left_out(shallow, ove
             assert made(shallow, *overrides, *some, on=on).problems, f"{some} is enough"
 
 
+@pytest.mark.slow
 def test_the_budget_that_is_advised_is_near_the_largest_that_fits(shallow):
     before = made(shallow, "runner.max_tokens_per_mbs=262144", on=gpus(1, 80))
     (line,) = advise(before, Model(before.config))
@@ -104,6 +105,7 @@ def test_the_budget_that_is_advised_is_near_the_largest_that_fits(shallow):
     assert made(shallow, f"runner.max_tokens_per_mbs={int(budget * 1.25)}", on=gpus(1, 80)).problems
 
 
+@pytest.mark.slow
 def test_where_no_setting_helps_smallest_hardware_and_adapters_are_named(shallow):
     on = gpus(1, 14)
     before = made(shallow, on=on)

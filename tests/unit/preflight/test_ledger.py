@@ -54,6 +54,7 @@ def test_parts_are_closed_forms(model):
     assert eight["load"]["parameters"] == pytest.approx(4 * (TOTAL / 8 + embedding), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_whole_in_every_rank():
     lora, nf4 = ["actor.model.is_lora=true"], "actor.model.lora.quantization=nf4"
 
@@ -127,6 +128,7 @@ def test_auto_leaves_a_reserve_where_engines_wake_beside_ranks(model):
     assert WAKE_RESERVE_BYTES <= free < WAKE_RESERVE_BYTES + 0.011 * made_here.hardware.gpu_bytes
 
 
+@pytest.mark.slow
 def test_a_teacher_has_weights_and_image_features_of_its_own(model):
     config = parse_config(
         FLAGSHIP, ["algorithm.distillation.teacher_path=Qwen/Qwen3-VL-2B-Instruct"]
@@ -141,6 +143,7 @@ def test_a_teacher_has_weights_and_image_features_of_its_own(model):
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_have_a_part_of_the_activations():
     """Of the same row; a chunk of logits does not shrink."""
     budget = "runner.max_tokens_per_mbs=32768"

@@ -94,6 +94,7 @@ def test_the_flagship_has_its_shape(flagship):
     assert weights.total / 8 <= weights.shard(8) < weights.total / 8 * 1.001
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_one_tensor_a_layer(flagship):
     """What forward leaves for backward: [T, 2048] bfloat16 per layer, and little else; without checkpointing over ten times
     that. The traced peak is then the head's or a block's, not the sum over layers."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.code import CodeError, load_code
 from rlinf_vl.rewards.forms import SIGNATURE, RewardFunction, result_of
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import Answer, Result
 from rlinf_vl.rewards.scoring import make_scorer
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import CodeError, load_code
 
 SAID = [
     "<think>6*7</think> \\boxed{42}",
@@ -147,6 +147,14 @@ def test_numbers_are_those_of_a_direct_call(file, name):
     found = RewardFunction(function, name, {}).results(PROBLEM, ANSWERS, 10.0)
     assert found == [result_of(returned) for returned in DIRECT[name](function)]
     assert len({result.value for result in found}) > 1, "the case tells nothing"
+
+
+@pytest.mark.parametrize("name", ["final_response", "said"])
+def test_the_text_after_the_thoughts_is_given_by_name(name):
+    function = eval(f"lambda answer, {name}: float({name} == answer)")
+    answer = Answer("<think>41?</think>42", "42")
+    (result,) = RewardFunction(function, "f", {}).results(PROBLEM, [answer], 10.0)
+    assert result.value == 1.0
 
 
 def test_completions_are_messages_where_the_row_is_a_chat(file):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlinf_vl.code import CodeError
 from rlinf_vl.rewards import grade
+from rlinf_vl.user_code import CodeError
 
 MINE = """
 def polite(response, answer, *, least=1, **row):

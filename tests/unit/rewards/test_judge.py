@@ -13,12 +13,12 @@ import pytest
 from episodes import encoded, picture
 from PIL import Image
 
-from rlinf_vl.code import CodeError
 from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.rewards.scoring import make_scorer
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import CodeError
 
 PROBLEM = Problem(
     "p:0",
@@ -197,9 +197,11 @@ def test_requests_wait_for_their_turn(serve):
     judged(server, [f"answer {n}" for n in range(12)], at_once=3)
     assert 2 <= server.most <= 3
     server = serve(right)
+    start_time = time.time()
     judged(server, [f"answer {n}" for n in range(8)], per_second=10)
-    times = sorted(server.times)
-    assert times[-1] - times[0] >= 0.6, "eight requests, a tenth of a second between two"
+    # The last request's turn is 0.7 s after the first one's, which the start precedes. On a busy
+    # machine any of them arrives later, and none earlier.
+    assert max(server.times) - start_time >= 0.7, "eight requests, a tenth of a second between two"
 
 
 @pytest.mark.parametrize(

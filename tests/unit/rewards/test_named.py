@@ -7,7 +7,6 @@ import random
 import pytest
 from episodes import encoded, picture
 
-from rlinf_vl.code import CodeError
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rewards.boxes import overlap, reference_box
 from rlinf_vl.rewards.named import NAMED, named_function
@@ -16,6 +15,7 @@ from rlinf_vl.rewards.result import Answer
 from rlinf_vl.rewards.scoring import make_scorer
 from rlinf_vl.rewards.texts import edit_distance
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import CodeError
 
 
 def scored(name, said, answer, tokens=0, kwargs=None, prompt="", images=(), **columns):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.code import pickled
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.rewards.scoring import make_scorer
 from rlinf_vl.types import Problem
+from rlinf_vl.user_code import pickled
 
 PROBLEM = Problem("p:0", (), "42")
 CODE = """
@@ -40,10 +40,12 @@ def wild(response, answer):
     print("it says something")
     return {"score": 1.0, "calls": calls, "pid": os.getpid()}
 """
-WILD = {
+HANGS = {
     "loops": "no result within reward.timeout=2 s",
     "backtracks": "no result within",
     "sleeps": "no result within",
+}
+WILD = {
     "exits": "exit status 3",
     "leaves": "SystemExit: bye",
     "crashes": "signal SIGSEGV",
@@ -71,8 +73,28 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_whatever_a_function_does_is_data(tmp_path):
+def assert_not_graded(score, reason):
+    assert reason in score.ungraded[0] and len(score.ungraded) == 1
+    assert (score.reward, score.correct, score.fault) == (0.0, False, None)
+
+
+def test_a_function_that_hangs_is_data(tmp_path):
     scorer = scorer_of(tmp_path, CODE, "wild")
+    try:
+        scores = asyncio.run(scorer(PROBLEM, [Answer(text, text) for text in HANGS]))
+        for text, score in zip(HANGS, scores, strict=True):
+            assert_not_graded(score, HANGS[text])
+        # The next call gets a new process. On a busy machine it may take longer than the timeout.
+        deadline = time.monotonic() + 120
+        while asyncio.run(scorer(PROBLEM, [Answer("fine", "fine")]))[0].reward != 1.0:
+            assert time.monotonic() < deadline
+    finally:
+        scorer.close()
+
+
+def test_whatever_a_function_does_is_data(tmp_path):
+    # No call comes near the timeout, however busy the machine is.
+    scorer = scorer_of(tmp_path, CODE, "wild", timeout_s=60.0)
     said = [*WILD, *["fine"] * 6]
     try:
         scores = asyncio.run(scorer(PROBLEM, [Answer(text, text) for text in said]))
@@ -83,12 +105,7 @@ def test_whatever_a_function_does_is_data(tmp_path):
         if text == "fine":
             assert (score.reward, score.correct, score.ungraded) == (1.0, True, ())
         else:
-            (reason,) = score.ungraded
-            assert WILD[text] in reason and (score.reward, score.correct, score.fault) == (
-                0.0,
-                False,
-                None,
-            )
+            assert_not_graded(score, WILD[text])
     assert 1 <= len(processes) <= 2, "a process serves many calls"
     deadline = time.monotonic() + 30
     while any(map(alive, processes)) and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ def on_the_engine(folder, model_type):
         if name.endswith("A_log"):
             p.data.uniform_(-3, 0)  # states that reach far
     banned, pixels = processor.banned_ids(vocab_size(model)), PixelCache(processor.pixels)
-    places = {"image_token_id": processor.image_token_id, "merge_size": processor.merge_size}
+    places = {"image_tokens": processor.image_tokens}
     engine = TorchEngine(model, family, banned=banned, pixels=pixels, max_running=64, **places)
     yield SimpleNamespace(
         processor=processor, model=model, banned=banned, pixels=pixels, engine=engine

@@ -14,6 +14,7 @@ from accounting import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from summaries import values
 
 from rlinf_vl.types import GroupSummary
 
@@ -52,11 +53,11 @@ def test_dropped_thoughts_make_sequences_that_share_what_they_can(
     assert_scored_alike(toy, groups)
     for group in groups:
         summary = GroupSummary.of(group, toy.processor.image_token_id)
-        assert max(summary.tokens) <= 500
+        assert max(values(summary, "tokens")) <= 500
         for trajectory in group.trajectories:
             for turn, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
-                said = trajectory.sequences[turn.sequence].ids[turn.start : turn.end]
-                thought = END in toy.processor.decode(said)
+                answer_ids = trajectory.sequences[turn.sequence].ids[turn.start : turn.end]
+                thought = END in toy.processor.decode(answer_ids)
                 assert (following.sequence > turn.sequence) == thought
 
 
@@ -146,7 +147,9 @@ def test_the_budget_bounds_all_sequences_of_a_trajectory_together(toy):
         groups, asked = conversations(toy, 7, 6, 2, 8, seq_length=150)
     assert_accounted(toy, groups, asked)
     sizes = [
-        n for group in groups for n in GroupSummary.of(group, toy.processor.image_token_id).tokens
+        n
+        for group in groups
+        for n in values(GroupSummary.of(group, toy.processor.image_token_id), "tokens")
     ]
     assert 100 < max(sizes) <= 150
     assert any(t.status == "length" for group in groups for t in group.trajectories)

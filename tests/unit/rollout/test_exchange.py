@@ -22,13 +22,11 @@ def group(
     shared = rng.integers(0, 250, (prompt, 6))
     for i, n in enumerate(lengths):
         columns = {"entropy": rng.random(n).astype(np.float16)}
-        taken = (
-            None
-            if routes is None
-            else np.concatenate([shared, rng.integers(0, 250, (n, 6))]).astype(routes)
-        )
+        if routes is not None:
+            chosen = np.concatenate([shared, rng.integers(0, 250, (n, 6))]).astype(routes)
+            columns["routes"] = chosen
         drawn = rng.integers(2, 50, n), rng.random(n).astype(np.float32), np.full(n, i, np.int32)
-        sample = Sample(*drawn, "stop", columns, taken)
+        sample = Sample(*drawn, "stop", columns)
         sequences = [TokenSequence.of_sample(request, sample)]
         if i == 1:
             sequences.append(

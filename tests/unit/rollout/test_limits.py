@@ -7,13 +7,12 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from episodes import AsyncFaulty, Faulty, Maker, Talk, picture, play, said
+from episodes import AsyncFaulty, Faulty, Maker, Talk, make_player, message_of, picture, play
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import StepResult
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.worker import MAX_HUNG, RolloutRank
+from rlinf_vl.rollout.group_sampler import MAX_HUNG
+from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.types import SamplingParams
 
 LIMIT_S = 4.0
@@ -32,13 +31,10 @@ def player_of(toy, make, **changed):
     fields = {
         "seq_length": 400,
         "max_prompt_length": 200,
-        "reward_min": 0.0,
-        "return_logprobs": True,
+        "alive_timeout_s": 5.0,
+        "turn_timeout_s": LIMIT_S,
     }
-    fields |= {"alive_timeout_s": 5.0, "turn_timeout_s": LIMIT_S}
-    return Player(
-        toy.engine, Renderer(toy.processor), toy.processor, Maker(make), **(fields | changed)
-    )
+    return make_player(toy.engine, toy.processor, Maker(make), **(fields | changed))
 
 
 def sampling(toy, n=6):
@@ -60,7 +56,7 @@ def test_a_step_with_crashing_hanging_and_lying_environments_ends_in_time(toy, k
     assert time.monotonic() - begun < MOST_S
     assert len(made) == 256
     trajectories = [t for group in groups for t in group.trajectories]
-    told = Counter(
+    reported = Counter(
         (t.error or "none").partition("scripted' ")[2].partition(" within")[0] for t in trajectories
     )
     faults = [env.fault for env in (kind(seed, 0) for seed in range(256))]
@@ -68,9 +64,11 @@ def test_a_step_with_crashing_hanging_and_lying_environments_ends_in_time(toy, k
         assert (trajectory.error is None) == (fault is None), (seed, fault, trajectory.error)
         assert fault is not None or (len(trajectory.turns), trajectory.reward) == (3, 3.0)
         assert len(trajectory.turns) <= 3
-    assert sum(told[t] for t in ("did not start", "did not answer")) >= faults.count("hang"), told
-    assert player.calls.hung == (faults.count("hang") if kind is Faulty else 0)
-    assert 0 < player.busy.seconds() < MOST_S
+    assert sum(reported[t] for t in ("did not start", "did not answer")) >= faults.count("hang"), (
+        reported
+    )
+    assert player.executor.hung == (faults.count("hang") if kind is Faulty else 0)
+    assert 0 < player.client.busy.seconds() < MOST_S
     closed = [not env.open for env in made if env.fault != "hang"]
     assert all(closed) and (kind is Faulty or all(not env.open for env in made))
 
@@ -103,19 +101,19 @@ def test_a_close_that_never_returns_is_counted_and_holds_nobody(toy, released, i
         "closing late is no error of theirs"
     )
     deadline = time.monotonic() + MOST_S
-    while player.calls.hung != (0 if is_async else 3) and time.monotonic() < deadline:
+    while player.executor.hung != (0 if is_async else 3) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert player.calls.hung == (0 if is_async else 3)
+    assert player.executor.hung == (0 if is_async else 3)
     released.set()
-    while player.calls.hung and time.monotonic() < deadline:
+    while player.executor.hung and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert player.calls.hung == 0, "what returns is no longer counted"
+    assert player.executor.hung == 0, "what returns is no longer counted"
 
 
 def test_a_worker_with_too_many_hung_calls_asks_to_be_replaced():
     rank = SimpleNamespace(
         clock=SimpleNamespace(begin=lambda: None, end=lambda: None),
-        player=SimpleNamespace(calls=SimpleNamespace(hung=MAX_HUNG + 1), close=None),
+        player=SimpleNamespace(hung=MAX_HUNG + 1, close_group=None),
     )
 
     async def generate():
@@ -137,7 +135,7 @@ def test_a_member_that_starts_late_holds_nobody_and_asks_by_itself(toy, released
         def start(self, problem):
             if self.seed == 2:
                 released.wait(MOST_S)
-            return [said("What")]
+            return [message_of("What")]
 
         def step(self, response):
             order.append(self.seed)
@@ -189,7 +187,7 @@ def test_no_more_episodes_are_under_way_than_places(toy, most):
 def test_turns_and_time_bound_an_episode(toy, released):
     class Endless(Talk):
         def step(self, response):
-            return StepResult([said("on")], 0.5, False)
+            return StepResult([message_of("on")], 0.5, False)
 
     (group,) = play(player_of(toy, Endless, max_turns=3), [range(2)], sampling(toy))
     assert [(len(t.turns), t.reward, t.status, t.error) for t in group.trajectories] == [
@@ -226,12 +224,12 @@ def test_a_coroutine_function_that_blocks_its_loop_harms_no_later_episode(toy, r
     class Blocking(Talk):
         async def start(self, problem):
             released.wait(MOST_S)
-            return [said("never")]
+            return [message_of("never")]
 
     class Waiting(Talk):
         async def start(self, problem):
             await asyncio.sleep(0.01)
-            return [said("What", picture())]
+            return [message_of("What", picture())]
 
     envs = {0: Blocking, 1: Waiting}
     player = player_of(toy, lambda seed: envs[seed](seed), turn_timeout_s=1.0)

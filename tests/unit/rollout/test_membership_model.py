@@ -20,11 +20,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf_vl.rollout import supervisor, updates
+from rlinf_vl.rollout import elasticity, supervisor, updates
 from rlinf_vl.rollout.slot import Place, SlotState, WorkerDied, WorkersLost
 from rlinf_vl.rollout.submission import GroupArrived, GroupsResent, SubmissionEnded, Task
 from rlinf_vl.rollout.supervisor import Supervisor
-from rlinf_vl.transport.sender import Snapshot
+from rlinf_vl.weights.sender import Snapshot
 
 EVENTS = int(os.environ.get("MEMBERSHIP_EVENTS", "5000"))
 #: Events from the start of a supervisor to its end.
@@ -275,8 +275,8 @@ class Membership:
 
     def answer(self, worker, call):
         method, arguments, future = call
-        if method == "load_weights":
-            worker.version = arguments[1]
+        if method == "load_snapshot":
+            worker.version = arguments[0].version
         if method == "take":
             kind, base, version, receivers = arguments
             assert kind != "delta" or worker.version == base, (
@@ -318,7 +318,7 @@ class Membership:
     @event(1, lambda self: self.pending_calls())
     def a_constructor_or_a_load_fails(self, draw):
         pending = [
-            (w, c) for w, c in self.pending_calls() if c[0] in ("ready", "load_weights", "take")
+            (w, c) for w, c in self.pending_calls() if c[0] in ("ready", "load_snapshot", "take")
         ]
         if pending:
             worker, (_, _, future) = draw.choice(pending)
@@ -605,6 +605,7 @@ def test_membership_holds_through_random_events(monkeypatch):
     """Time limits are of one order, so that each is met."""
     monkeypatch.setattr(supervisor, "MAX_DEATHS", supervisor.MAX_DEATHS)  # the model sets it
     monkeypatch.setattr(supervisor, "WATCH_S", 5.0)
+    monkeypatch.setattr(elasticity, "LOOK_S", 5.0)
     monkeypatch.setattr(supervisor, "START_TIMEOUT_S", 100.0)
     monkeypatch.setattr(updates, "LOAD_TIMEOUT_S", 60.0)
     seed, events = 0, 0

@@ -10,15 +10,14 @@ from functools import partial
 import numpy as np
 import pytest
 from accounting import assert_scored_alike
-from episodes import Maker, encoded, picture, play, said
+from episodes import Maker, encoded, make_player, message_of, picture, play
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.unusable import PROMPT_TOO_LONG, RowError
 from rlinf_vl.envs import StepResult
 from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.overlong import cut
-from rlinf_vl.rollout.player import Player
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.request_builder import cut
 from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.types import Problem, SamplingParams
 
@@ -135,33 +134,32 @@ def test_what_may_not_be_cut_is_too_long(renderer):
 class Asks:
     """Says what its problem says, then an observation after each answer."""
 
-    def __init__(self, *said):
-        self.said = list(said)
+    def __init__(self, *observations):
+        self.observations = list(observations)
 
     def start(self, problem):
         return list(problem.messages)
 
     def step(self, response):
         return (
-            StepResult([self.said.pop(0)], 1.0, False) if self.said else StepResult((), 1.0, True)
+            StepResult([self.observations.pop(0)], 1.0, False)
+            if self.observations
+            else StepResult((), 1.0, True)
         )
 
     def close(self):
         pass
 
 
-def player_of(toy, *said, **changed):
+def player_of(toy, *observations, **changed):
     fields = {
         "seq_length": 300,
         "max_prompt_length": 60,
-        "reward_min": 0.0,
-        "return_logprobs": True,
         "overlong": "cut",
     }
-    return Player(
-        toy.engine, Renderer(toy.processor), toy.processor, Maker(lambda seed: Asks(*said)), alive_timeout_s=30.0,
-        **(fields | changed),
-    )  # fmt: skip
+    return make_player(
+        toy.engine, toy.processor, Maker(lambda seed: Asks(*observations)), **(fields | changed)
+    )
 
 
 def problem_of(conversation):
@@ -180,13 +178,15 @@ LONG = shown(
 
 def test_a_cut_prompt_is_played_and_trained_as_it_is_shown(toy, renderer):
     """Also in the later turns, in which the history is what is left of it."""
-    (group,) = play(player_of(toy, said("x = 3")), [range(4)], sampling(toy), problem_of(LONG))
+    (group,) = play(
+        player_of(toy, message_of("x = 3")), [range(4)], sampling(toy), problem_of(LONG)
+    )
     for t in group.trajectories:
         assert (t.error, t.cuts, len(t.turns)) == (None, 1, 2)
         first = t.sequences[0]
         assert 30 < t.turns[0].start <= 60 and [i for i, _ in first.images] == [PICTURES[2]]
         for sequence in t.sequences:
-            sequence.assert_images_placed(toy.processor.image_token_id, toy.processor.merge_size)
+            toy.processor.image_tokens.assert_placed(sequence)
             assert toy.processor.tokenizer.decode(sequence.ids).count("Find x.") == 1
     assert_scored_alike(toy, [group])
 
@@ -195,16 +195,16 @@ def test_a_cut_prompt_is_played_and_trained_as_it_is_shown(toy, renderer):
 def test_a_prompt_at_the_limit_is_left_alone_and_one_over_it_is_not(toy, renderer, overlong):
     n = length(renderer, LONG)
     request = partial(
-        player_of(toy, max_prompt_length=n, overlong=overlong).prompts.of_row, problem_of(LONG)
+        player_of(toy, max_prompt_length=n, overlong=overlong).builder.from_row, problem_of(LONG)
     )
     assert len(request().ids) == n
     player = player_of(toy, max_prompt_length=n - 1, overlong=overlong)
     if overlong == "cut":
-        assert len(player.prompts.of_row(problem_of(LONG)).ids) < n
+        assert len(player.builder.from_row(problem_of(LONG)).ids) < n
         return
     pattern = f"row p:7: the prompt has {n} tokens, data.max_prompt_length is {n - 1}; raise that, and runner.seq_length, or"
     with pytest.raises(RowError, match=pattern) as caught:
-        player.prompts.of_row(problem_of(LONG))
+        player.builder.from_row(problem_of(LONG))
     assert caught.value.kind == PROMPT_TOO_LONG
 
 
@@ -215,11 +215,11 @@ def test_a_prompt_that_can_not_be_cut_is_told_with_its_numbers(toy, renderer):
         RowError,
         match=f"row p:7: the prompt has {n} tokens, .* is 12, and what may not be cut is longer, too",
     ):
-        player_of(toy, max_prompt_length=12).prompts.of_row(problem_of(whole))
+        player_of(toy, max_prompt_length=12).builder.from_row(problem_of(whole))
 
 
 SAYS = [
-    said("x = 3 " * 10, picture(64, 96), "What is x? " * 6, picture(32, 32, 1), "What?")
+    message_of("x = 3 " * 10, picture(64, 96), "What is x? " * 6, picture(32, 32, 1), "What?")
     for _ in range(3)
 ]
 
@@ -287,7 +287,7 @@ def test_a_worker_finds_what_is_cut_dropped_and_bad(toy_folder, tmp_path, toy, m
                 by_length,
             )
             rank.config.data.max_prompt_length = 26
-            rank.player = replace(rank.player, overlong=overlong, max_prompt_length=26)
+            rank.builder = replace(rank.builder, overlong=overlong, max_prompt_length=26)
             found, _ = asyncio.run(rank.filter_rows("train", range(5)))
             if overlong == "cut":
                 assert list(found.kept) == [0, 1, 2, 4] and not found.too_long
@@ -309,9 +309,10 @@ def test_a_worker_finds_what_is_cut_dropped_and_bad(toy_folder, tmp_path, toy, m
 def test_messages_of_an_environment_are_cut_too(toy):
     class Long(Asks):
         def start(self, problem):
-            return [said(picture(64, 96), "x = 3 " * 40)]
+            return [message_of(picture(64, 96), "x = 3 " * 40)]
 
-    player = replace(player_of(toy), make_env=Maker(lambda seed: Long()))
+    player = player_of(toy)
+    player.make_env = Maker(lambda seed: Long())
     (group,) = play(player, [range(3)], sampling(toy))
     assert Counter(t.cuts for t in group.trajectories) == {1: 3} and group.prefix_length <= 60
     assert not group.images

@@ -4,14 +4,14 @@ import asyncio
 import json
 import pickle
 import threading
-from concurrent.futures import Future
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from episodes import encoded, picture, said
+from episodes import encoded, make_player, message_of, picture
+from scripted_engine import Scripted
+from summaries import changed, values
 
 from rlinf_vl.controller.step_plan import trainable
 from rlinf_vl.data.bad_rows import BadRows, NoVerdicts, TooManyFaults, check_faults, no_verdicts
@@ -20,14 +20,13 @@ from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import StepResult
 from rlinf_vl.models.families import family_of
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import GradingTimeout
 from rlinf_vl.rewards.scoring import Score
-from rlinf_vl.rollout.episode import Played
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.types import Completion, GroupSummary, Problem, Request, Sample, SamplingParams
+from rlinf_vl.rollout.rollout_state import RolloutState
+from rlinf_vl.types import GroupSummary, Problem, Request, Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
 
@@ -52,45 +51,6 @@ PROBLEM = Problem(
 @pytest.fixture(scope="module")
 def processor(toy_folder):
     return Processor(toy_folder, FAMILY)
-
-
-class Scripted:
-    """An engine whose samples are those of a list, in turn; `requests` are what it was asked."""
-
-    def __init__(self, processor, answers=("18",), cut=()):
-        self.processor, self.answers, self.cut = processor, list(answers), cut
-        self.requests, self.is_alive, self.version = [], True, 3
-        self.prefilled_tokens, self.ended = 0, []
-
-    def submit(self, requests):
-        self.requests += requests
-        futures = self.futures = [Future() for _ in requests]
-        for request, future in zip(requests, futures, strict=True):
-            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            elif answer is not None:
-                future.set_result(
-                    Completion(tuple(self.sample(answer, seed) for seed in request.seeds))
-                )
-        return futures
-
-    def sample(self, answer, seed):
-        ids = self.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        reason = "error" if answer == "failed" else "length" if answer in self.cut else "stop"
-        ids += [self.processor.stop_ids[0]] * (reason == "stop")
-        n = len(ids)
-        logprobs = -np.arange(1, n + 1, dtype=np.float32) - seed % 10
-        columns = {"entropy": np.full(n, 0.5, np.float32)}
-        return Sample(
-            np.array(ids, np.int32), logprobs, np.full(n, self.version, np.int32), reason, columns
-        )
-
-    def end_sessions(self, names):
-        self.ended += names
-
-    def alive(self, timeout_s):
-        return self.is_alive
 
 
 class Env:
@@ -144,19 +104,19 @@ def player_of(processor, engine, make_env, **changed):
         "return_logprobs": True,
         "alive_timeout_s": 1.0,
     }
-    return Player(engine, Renderer(processor), processor, Maker(make_env), **(arguments | changed))
+    return make_player(engine, processor, Maker(make_env), **(arguments | changed))
 
 
 def play(player, n=1, problem=PROBLEM, **sampling):
     async def played():
-        opening = await player.open(
+        group = await player.start_group(
             problem, range(n), SamplingParams(**{"max_new_tokens": 20, **sampling})
         )
-        player.submit([opening])
-        return await player.play("g", opening)
+        player.submit_first_requests([group])
+        return await player.play_group("g", group)
 
     group = asyncio.run(played())
-    return group, GroupSummary.of(group, player.processor.image_token_id)
+    return group, GroupSummary.of(group, player.client.renderer.processor.image_token_id)
 
 
 def closed_once(env_class, n):
@@ -172,8 +132,8 @@ def test_a_single_turn_is_the_prompt_and_the_answer(processor, env_class):
     assert request.seeds == (0, 1, 2) and request.images == (SHOWN,), "one request, one prefill"
     assert (
         group.prefix_length == len(request.ids)
-        and summary.rewards == (1.0,) * 3
-        and summary.correct == (True,) * 3
+        and values(summary, "reward") == (1.0,) * 3
+        and values(summary, "correct") == (True,) * 3
     )
     for i, trajectory in enumerate(group.trajectories):
         (sequence,), (turn,) = trajectory.sequences, trajectory.turns
@@ -196,12 +156,15 @@ def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_f
     new = picture(48, 96, 1)
     env_class.script = (
         StepResult(
-            (said("look", new), {"role": "tool", "content": list(PROBLEM.messages[0]["content"])}),
+            (
+                message_of("look", new),
+                {"role": "tool", "content": list(PROBLEM.messages[0]["content"])},
+            ),
             0.25,
             False,
             {"reward_parts": {"form": 0.25}},
         ),
-        StepResult((said("again"),), 0.0, False),
+        StepResult((message_of("again"),), 0.0, False),
         StepResult((), 1.0, True, {"correct": True, "reward_parts": {"form": 0.5, "answer": 0.5}}),
     )
     engine = Scripted(processor, ["What", "3*6", "\\boxed{18}"], cut=("3*6",))
@@ -209,7 +172,7 @@ def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_f
     (trajectory,) = group.trajectories
     (sequence,) = trajectory.sequences
     assert (
-        summary.errors == (None,)
+        values(summary, "error") == (None,)
         and trajectory.reward == 1.25
         and trajectory.correct
         and trajectory.status == "stop"
@@ -245,11 +208,11 @@ def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_f
 
 
 def test_the_budget_ends_an_episode_and_bounds_its_last_turn(processor, env_class):
-    env_class.script = (StepResult((said("go on"),), 0.5, False),) * 100
+    env_class.script = (StepResult((message_of("go on"),), 0.5, False),) * 100
     engine = Scripted(processor, ["3*6=18"], cut=("3*6=18",))
     group, summary = play(player_of(processor, engine, env_class, seq_length=80), max_new_tokens=12)
     (trajectory,) = group.trajectories
-    assert trajectory.status == "length" and summary.errors == (None,)
+    assert trajectory.status == "length" and values(summary, "error") == (None,)
     assert all(r.sampling.max_new_tokens == min(12, 80 - len(r.ids)) > 0 for r in engine.requests)
     assert len(trajectory.sequences[0].ids) == trajectory.turns[-1].end, (
         "nothing stands behind the last answer"
@@ -262,7 +225,9 @@ def test_starts_that_differ_share_the_prefix_that_they_have_in_common(processor,
 
     def start(self, problem):
         return (
-            [said("see", images[self.number // 2 % 2], "now")] if self.number < 4 else [said("say")]
+            [message_of("see", images[self.number // 2 % 2], "now")]
+            if self.number < 4
+            else [message_of("say")]
         )
 
     env_class.start = start
@@ -273,23 +238,25 @@ def test_starts_that_differ_share_the_prefix_that_they_have_in_common(processor,
     assert processor.tokenizer.decode(prefix) == "<|im_start|>user\nsee<|vision_start|>", (
         "an image is shared whole or not"
     )
-    assert summary.errors == (None,) * 4 and len(group.images) == 2
+    assert values(summary, "error") == (None,) * 4 and len(group.images) == 2
     group, _ = play(player_of(processor, engine, env_class), 1)
     assert group.prefix_length == len(engine.requests[-1].ids)
 
 
 def test_starts_with_arrays_are_images_and_share_nothing_known_beforehand(processor, env_class):
-    env_class.start = lambda self, problem: [said(np.asarray(picture()), "?")]
+    env_class.start = lambda self, problem: [message_of(np.asarray(picture()), "?")]
     engine = Scripted(processor)
     group, summary = play(player_of(processor, engine, env_class), 2)
-    assert summary.errors == (None,) * 2 and group.prefix_length == len(engine.requests[0].ids)
+    assert values(summary, "error") == (None,) * 2 and group.prefix_length == len(
+        engine.requests[0].ids
+    )
 
 
 def test_an_answer_without_a_verdict_is_wrong_and_no_bad_row(processor, env_class, tmp_path):
     env_class.script = (GradingTimeout("no verdict in 0.5 s"),)
     group, summary = play(player_of(processor, Scripted(processor), env_class), 4)
-    assert summary.errors == (None,) * 4 and summary.correct == (False,) * 4
-    assert summary.rewards == (-0.5,) * 4 and summary.ungradable == 4
+    assert values(summary, "error") == (None,) * 4 and values(summary, "correct") == (False,) * 4
+    assert values(summary, "reward") == (-0.5,) * 4 and all(values(summary, "ungradable"))
     assert all(t.reward_parts == {"ungradable": 1.0} for t in group.trajectories)
     bad = BadRows(tmp_path, 0.0, {"train": 4})
     bad.add_failed("train", [summary], 1)
@@ -305,7 +272,7 @@ def test_an_answer_without_a_verdict_is_wrong_and_no_bad_row(processor, env_clas
 def test_the_engines_failure_is_not_the_rows(processor, env_class, tmp_path):
     engine = Scripted(processor, [TimeoutError("not answered within 600 s")])
     _, summary = play(player_of(processor, engine, env_class), 4)
-    assert summary.errors == ("engine: TimeoutError: not answered within 600 s",) * 4
+    assert values(summary, "error") == ("engine: TimeoutError: not answered within 600 s",) * 4
     bad = BadRows(tmp_path, 0.0, {"train": 4})
     bad.add_failed("train", [summary], 1)
     bad.check()
@@ -324,19 +291,19 @@ def test_the_engines_failure_is_not_the_rows(processor, env_class, tmp_path):
 
 def test_a_sample_that_the_engine_gave_up_on_is_an_error(processor, env_class):
     _, summary = play(player_of(processor, Scripted(processor, ["failed"]), env_class), 2)
-    assert summary.errors == ("engine: it gave up on this sample",) * 2 and closed_once(
+    assert values(summary, "error") == ("engine: it gave up on this sample",) * 2 and closed_once(
         env_class, 2
     )
 
 
 def test_a_failure_in_a_later_turn_leaves_what_was_sampled(processor, env_class):
-    env_class.script = (StepResult((said("go on"),), 0.5, False),) * 2
+    env_class.script = (StepResult((message_of("go on"),), 0.5, False),) * 2
     group, summary = play(
         player_of(processor, Scripted(processor, ["What", OSError("gone")]), env_class)
     )
     (trajectory,) = group.trajectories
     assert (
-        summary.errors == ("engine: OSError: gone",)
+        values(summary, "error") == ("engine: OSError: gone",)
         and trajectory.reward == 0.0
         and trajectory.status == "error"
     )
@@ -352,23 +319,27 @@ def test_an_answer_without_a_verdict_after_a_paid_turn_is_worth_the_least_reward
 ):
     """A tool environment pays reward_min for a call, so that the episode is worth that until it answers."""
     env_class.script = (
-        StepResult((said("42"),), -0.5, False),
+        StepResult((message_of("42"),), -0.5, False),
         GradingTimeout("no verdict in 0.5 s"),
     )
     _, summary = play(player_of(processor, Scripted(processor, ["call", "18"]), env_class))
-    assert summary.turn_rewards == ((-0.5, 0.0),) and summary.rewards == (-0.5,)
+    assert values(summary, "turn_rewards") == ((-0.5, 0.0),) and values(summary, "reward") == (
+        -0.5,
+    )
     env_class.script = (
-        StepResult((said("42"),), 0.25, False),
+        StepResult((message_of("42"),), 0.25, False),
         GradingTimeout("no verdict in 0.5 s"),
     )
     _, summary = play(player_of(processor, Scripted(processor, ["call", "18"]), env_class))
-    assert summary.turn_rewards == ((0.25, -0.75),) and summary.rewards == (-0.5,)
+    assert values(summary, "turn_rewards") == ((0.25, -0.75),) and values(summary, "reward") == (
+        -0.5,
+    )
 
 
 @pytest.mark.parametrize("fault", [OSError("the simulator crashed"), "slow"])
 def test_faults_of_environments_can_be_penalized(processor, env_class, fault):
     """Two turns were answered when the environment fails. Masked, the trajectory is in no average and not trained on."""
-    env_class.script = (StepResult((said("go on"),), 0.5, False), fault)
+    env_class.script = (StepResult((message_of("go on"),), 0.5, False), fault)
     if fault == "slow":
         step = env_class.step
 
@@ -395,17 +366,26 @@ def test_faults_of_environments_can_be_penalized(processor, env_class, fault):
         with pytest.raises(TooManyFaults, match="2 of 2 trajectories failed"):
             check_faults([summary])
         if penalize:
-            assert summary.rewards == (-0.5, -0.5) and summary.turn_rewards == ((0.0, -0.5),) * 2
-            assert summary.errors == (None, None) and summary.correct == (False, False)
-            assert metrics["reward/mean"] == -0.5 and summary.statuses == ("error",) * 2
+            assert (
+                values(summary, "reward") == (-0.5, -0.5)
+                and values(summary, "turn_rewards") == ((0.0, -0.5),) * 2
+            )
+            assert values(summary, "error") == (None, None) and values(summary, "correct") == (
+                False,
+                False,
+            )
+            assert metrics["reward/mean"] == -0.5 and values(summary, "status") == ("error",) * 2
             assert all(
-                reason.startswith("environment: 'scripted' ") for reason in summary.penalized
+                reason.startswith("environment: 'scripted' ")
+                for reason in values(summary, "penalized")
             )
             assert [t.penalized for t in pickle.loads(pickle.dumps(group)).trajectories] == list(
-                summary.penalized
+                values(summary, "penalized")
             )
         else:
-            assert all(error.startswith("environment: 'scripted' ") for error in summary.errors)
+            assert all(
+                error.startswith("environment: 'scripted' ") for error in values(summary, "error")
+            )
 
 
 @pytest.mark.parametrize("case", ["start", "engine", "reward function"])
@@ -416,7 +396,7 @@ def test_faults_that_no_answer_led_to_are_masked_even_where_faults_are_penalized
     if case == "start":
         env_class.start = lambda self, problem: 1 / 0
     elif case == "engine":
-        env_class.script = (StepResult((said("go on"),), 0.5, False),) * 2
+        env_class.script = (StepResult((message_of("go on"),), 0.5, False),) * 2
         engine = Scripted(processor, ["What", OSError("gone")])
     else:
         env_class.script = (StepResult((), 0.0, True, {"answer": "18"}),)
@@ -424,9 +404,15 @@ def test_faults_that_no_answer_led_to_are_masked_even_where_faults_are_penalized
     async def failing_score(problem, answers):
         return [Score(0.0, {}, False, fault="raised KeyError") for _ in answers]
 
-    player = player_of(processor, engine, env_class, penalize_faults=True, score=failing_score)
+    player = player_of(
+        processor, engine, env_class, penalize_faults=True, score_answers=failing_score
+    )
     _, summary = play(player)
-    assert summary.errors[0] is not None and summary.penalized == () and trainable(summary) == []
+    assert (
+        values(summary, "error")[0] is not None
+        and not any(values(summary, "penalized"))
+        and trainable(summary) == []
+    )
 
 
 @pytest.mark.parametrize("fails", [None, "make", "start", "step", "close"])
@@ -454,17 +440,17 @@ def test_every_environment_is_closed_whatever_fails(processor, env_class, fails)
 
     _, summary = play(player_of(processor, Scripted(processor), make), 4)
     failed = {None: 0, "make": 2, "start": 2, "step": 2, "close": 0}[fails]
-    assert len([e for e in summary.errors if e]) == failed
+    assert len([e for e in values(summary, "error") if e]) == failed
     assert all(
         e is None or e.startswith("environment: 'scripted' ") and f"no {fails} today" in e
-        for e in summary.errors
+        for e in values(summary, "error")
     )
     assert closed_once(env_class, 4)
     assert summarize_rollout([summary], 1.0)["rollout/env_errors"] == failed
     if fails == "step":
-        told = check_faults([summary])
-        assert told is not None and "2 of 4" in told
-        assert "2 × environment: 'scripted' failed: OSError: no step today" in told
+        report = check_faults([summary])
+        assert report is not None and "2 of 4" in report
+        assert "2 × environment: 'scripted' failed: OSError: no step today" in report
     assert check_faults([]) is None
 
 
@@ -472,9 +458,9 @@ def test_a_prompt_that_is_too_long_is_the_rows_fault(processor, env_class):
     engine = Scripted(processor)
     group, summary = play(player_of(processor, engine, env_class, max_prompt_length=1), 2)
     assert all(
-        e.startswith("prompt too long: the prompt has ") for e in summary.errors
+        e.startswith("prompt too long: the prompt has ") for e in values(summary, "error")
     ) and closed_once(env_class, 2)
-    assert not engine.requests and group.prefix_length == 0 and summary.tokens == (0, 0)
+    assert not engine.requests and group.prefix_length == 0 and values(summary, "tokens") == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +471,7 @@ def test_a_prompt_that_is_too_long_is_the_rows_fault(processor, env_class):
         "case",
         ["case"],
         [{"role": "user", "content": [{"type": "image_url"}]}],
-        [said(b"no image")],
+        [message_of(b"no image")],
         [
             {
                 "role": "user",
@@ -498,18 +484,21 @@ def test_a_prompt_that_is_too_long_is_the_rows_fault(processor, env_class):
 def test_what_start_says_is_no_fault_of_the_row(processor, env_class, start):
     env_class.start = lambda self, problem: start
     _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
-    assert all(e.startswith("environment: 'scripted' ") for e in summary.errors), summary.errors
+    assert all(e.startswith("environment: 'scripted' ") for e in values(summary, "error")), values(
+        summary, "error"
+    )
     assert closed_once(env_class, 2)
 
 
 @pytest.mark.parametrize(
-    "messages", [None, 7, ["case"], [said(b"no image")], [said("a", picture(1, 400))]]
+    "messages", [None, 7, ["case"], [message_of(b"no image")], [message_of("a", picture(1, 400))]]
 )
 def test_what_an_environment_answers_is_no_fault_of_the_row(processor, env_class, messages):
     env_class.script = (StepResult(messages, 0.0, False),)
     _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
     assert all(
-        e.startswith("environment: 'scripted' answered what can't follow: ") for e in summary.errors
+        e.startswith("environment: 'scripted' answered what can't follow: ")
+        for e in values(summary, "error")
     )
     assert closed_once(env_class, 2)
 
@@ -518,18 +507,18 @@ def test_what_an_environment_answers_is_no_fault_of_the_row(processor, env_class
 def test_a_reward_is_a_finite_number(processor, env_class, reward):
     env_class.script = (StepResult((), reward, True),)
     _, summary = play(player_of(processor, Scripted(processor), env_class))
-    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.rewards == (
-        0.0,
-    )
+    assert values(summary, "error")[0].startswith("environment: 'scripted' failed: ") and values(
+        summary, "reward"
+    ) == (0.0,)
 
 
 def test_an_image_that_can_not_be_decoded_is_the_fault_of_whoever_showed_it(processor, env_class):
     error = ImageError("image can't be decoded", "it is truncated")
     _, summary = play(player_of(processor, Scripted(processor, [error]), env_class))
-    assert summary.errors == ("image can't be decoded: it is truncated",)
-    env_class.script = (StepResult((said(picture()),), 0.0, False),)
+    assert values(summary, "error") == ("image can't be decoded: it is truncated",)
+    env_class.script = (StepResult((message_of(picture()),), 0.0, False),)
     _, summary = play(player_of(processor, Scripted(processor, ["18", error]), env_class))
-    assert summary.errors[0].startswith(
+    assert values(summary, "error")[0].startswith(
         "environment: 'scripted' shows an image that can't be used: "
     )
 
@@ -540,16 +529,19 @@ def test_a_row_whose_messages_make_no_prompt_is_a_bad_row(processor, env_class):
         "p:1", ({"role": "user", "content": [{"type": "image", "image": b"none"}]},), "1"
     )
     with pytest.raises(RowError, match="no image"):
-        player.prompts.of_row(problem)
+        player.builder.from_row(problem)
     _, summary = play(player, 2, problem)
-    assert all(e.startswith("prompt unusable: ImageError: ") for e in summary.errors)
+    assert all(e.startswith("prompt unusable: ImageError: ") for e in values(summary, "error"))
 
 
 def test_messages_of_a_generator_are_read_once(processor, env_class):
     env_class.start = lambda self, problem: iter(problem.messages)
-    env_class.script = (StepResult(iter((said("on"),)), 0.0, False), StepResult((), 1.0, True))
+    env_class.script = (
+        StepResult(iter((message_of("on"),)), 0.0, False),
+        StepResult((), 1.0, True),
+    )
     _, summary = play(player_of(processor, Scripted(processor), env_class))
-    assert summary.errors == (None,)
+    assert values(summary, "error") == (None,)
 
 
 def test_parts_of_a_reward_are_recorded_as_plain_numbers(processor, env_class):
@@ -562,15 +554,17 @@ def test_parts_of_a_reward_are_recorded_as_plain_numbers(processor, env_class):
     )
     env_class.script = (StepResult((), 1.0, True, {"reward_parts": {"format": "half"}}),)
     _, summary = play(player_of(processor, Scripted(processor), env_class), 2)
-    assert all(e.startswith("environment: 'scripted' failed: ValueError") for e in summary.errors)
-    assert summary.rewards == (0.0,) * 2
+    assert all(
+        e.startswith("environment: 'scripted' failed: ValueError") for e in values(summary, "error")
+    )
+    assert values(summary, "reward") == (0.0,) * 2
 
 
 def test_what_an_environment_measures_and_the_facts_of_a_turn_are_kept(processor, env_class):
     call = {"name": "zoom", "arguments": {"x": 1}}
     env_class.script = (
         StepResult(
-            (said("on"),),
+            (message_of("on"),),
             0,
             False,
             {"metrics": {"moves": np.int64(1), "seen": 2}, "tool_calls": [call]},
@@ -578,7 +572,9 @@ def test_what_an_environment_measures_and_the_facts_of_a_turn_are_kept(processor
         StepResult((), 1, True, {"metrics": {"moves": 3}, "state": "end"}),
     )
     group, summary = play(player_of(processor, Scripted(processor), env_class))
-    assert summary.metrics == ({"moves": 3.0, "seen": 2.0},) and summary.turns == (2,)
+    assert values(summary, "metrics") == ({"moves": 3.0, "seen": 2.0},) and values(
+        summary, "turns"
+    ) == (2,)
     facts = [json.loads(turn.info) for turn in group.trajectories[0].turns]
     assert facts == [{"tool_calls": [call]}, {"state": "end"}]
 
@@ -590,9 +586,9 @@ def test_what_an_environment_measures_and_the_facts_of_a_turn_are_kept(processor
 def test_facts_of_another_kind_are_the_environments_error(processor, env_class, info):
     env_class.script = (StepResult((), 1.0, True, info),)
     _, summary = play(player_of(processor, Scripted(processor), env_class))
-    assert summary.errors[0].startswith("environment: 'scripted' failed: ") and summary.metrics == (
-        {},
-    )
+    assert values(summary, "error")[0].startswith("environment: 'scripted' failed: ") and values(
+        summary, "metrics"
+    ) == ({},)
 
 
 def test_environments_are_closed_where_the_engine_dies(processor, env_class):
@@ -624,9 +620,9 @@ def test_an_episode_that_nobody_waits_for_closes_its_environment_after_its_step(
     player = player_of(processor, Scripted(processor), env_class)
 
     async def abandon():
-        opening = await player.open(PROBLEM, (0,), SamplingParams())
-        player.submit([opening])
-        running = asyncio.ensure_future(player.play("g", opening))
+        group = await player.start_group(PROBLEM, (0,), SamplingParams())
+        player.submit_first_requests([group])
+        running = asyncio.ensure_future(player.play_group("g", group))
         await asyncio.to_thread(begun.wait, 10)
         running.cancel()
         asyncio.get_running_loop().call_later(0.02, goes_on.set)
@@ -641,17 +637,18 @@ def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(to
     from rlinf_vl.packing.collator import Collator, Member
 
     env_class.script = (
-        StepResult((said("wrong,", picture(48, 96, 5), "again"),), 0.0, False),
+        StepResult((message_of("wrong,", picture(48, 96, 5), "again"),), 0.0, False),
         StepResult((), 1.0, True),
     )
     player = player_of(toy.processor, toy.engine, env_class)
     group, summary = play(player, 4, max_new_tokens=8, stop_ids=toy.processor.stop_ids)
-    assert summary.errors == (None,) * 4 and all(len(t.turns) == 2 for t in group.trajectories)
+    assert values(summary, "error") == (None,) * 4 and all(
+        len(t.turns) == 2 for t in group.trajectories
+    )
     assert len({t.sequences[0].ids.tobytes() for t in group.trajectories}) > 1
     collate = Collator(
         FAMILY,
-        toy.processor.image_token_id,
-        toy.processor.merge_size,
+        toy.processor.image_tokens,
         toy.pixels,
         toy.processor.pad_id,
     )
@@ -659,7 +656,9 @@ def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(to
     policy = PolicyModel(toy.model, FAMILY, toy.banned, temperature=1.0, chunk=None)
     with torch.no_grad():
         logprobs, _ = policy(batch)
-    assert batch.rollout_logprobs is not None and len(batch.targets) == sum(summary.response_tokens)
+    assert batch.rollout_logprobs is not None and len(batch.targets) == sum(
+        values(summary, "response_tokens")
+    )
     torch.testing.assert_close(
         logprobs, torch.from_numpy(batch.rollout_logprobs), atol=2e-5, rtol=0
     )
@@ -667,7 +666,8 @@ def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(to
 
 def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earlier_ones():
     """Loss tokens keep those they were sampled with, also where an engine computed them again, under newer weights."""
-    played, nowhere = Played(), SimpleNamespace(image_token_id=99, merge_size=1)
+    state = RolloutState(PROBLEM, 0)
+    nowhere = SimpleNamespace(image_token_id=99, image_tokens=ImageTokens(99))
     for prompt, answer, first in (([5, 6, 7], [8, 9], 10), ([5, 6, 7, 8, 9, 3], [4, 1], 40)):
         n = len(answer)
         routes = np.arange(first, first + len(prompt) + n, dtype=np.uint8)[:, None].repeat(
@@ -678,9 +678,9 @@ def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earli
             np.array(prompt, np.int32), (), np.zeros((0, 3), np.int32), SamplingParams(), (0,)
         )
         drawn = np.array(answer, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32)
-        played.add(request, Sample(*drawn, "stop", routes=routes), nowhere)
-    (sequence,) = played.sequences
-    assert sequence.routes[:, 1].tolist() == [10, 11, 12, 13, 44, 45, 46, 0]
+        state.add_sample(request, Sample(*drawn, "stop", {"routes": routes}), nowhere)
+    (sequence,) = state.sequences
+    assert sequence.columns["routes"][:, 1].tolist() == [10, 11, 12, 13, 44, 45, 46, 0]
 
 
 @pytest.mark.parametrize(
@@ -703,7 +703,7 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
     """An environment that shows a new image later: that is corrupted, too."""
     new = picture(48, 96, 1)
     env_class.script = (
-        StepResult((said("look", new),), 0.0, False),
+        StepResult((message_of("look", new),), 0.0, False),
         StepResult((), 1.0, True, {"correct": True}),
     )
     engine = Scripted(processor, ["\\boxed{18}"])
@@ -711,15 +711,20 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
 
     async def played():
         sampling = SamplingParams(max_new_tokens=20)
-        opening = await player.open(
+        group = await player.start_group(
             PROBLEM, range(4), sampling, 5, Corruption("noise", 0.5, share=0.5)
         )
-        player.submit([opening])
-        return await player.play("g", opening)
+        player.submit_first_requests([group])
+        return await player.play_group("g", group)
 
     group = asyncio.run(played())
     summary = GroupSummary.of(group, processor.image_token_id)
-    assert summary.errors == (None,) * 4 and summary.corrupted == (False, False, True, True)
+    assert values(summary, "error") == (None,) * 4 and values(summary, "corrupted") == (
+        False,
+        False,
+        True,
+        True,
+    )
     first = [[image.hash for image in request.images] for request in engine.requests[:2]]
     assert (
         first == [[SHOWN.hash], [group.corrupted_images[SHOWN.hash].hash]] != [[SHOWN.hash]] * 2
@@ -756,20 +761,24 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
 ):
     """The last one fails, the one before has no verdict; both parts and reasons go with their trajectories."""
     env_class.script = (
-        StepResult((said("go on"),), 0.5, False, {"reward_parts": {"turn": 0.5}}),
+        StepResult((message_of("go on"),), 0.5, False, {"reward_parts": {"turn": 0.5}}),
         StepResult((), -0.25, True, {"answer": "18!"}),
     )
     asked = []
 
     async def score(problem, answers):
-        asked.append((problem, [(a.response, a.said, len(a.ids), a.truncated) for a in answers]))
+        asked.append(
+            (problem, [(a.response, a.final_response, len(a.ids), a.truncated) for a in answers])
+        )
         return [
             Score(1.0, {"math": 1.0}, True),
             Score(0.0, {"math": 0.0, "form": 0.0}, False, ("form: slow",)),
             Score(0.0, fault="judge: gone"),
         ]
 
-    group, summary = play(player_of(processor, Scripted(processor), env_class, score=score), 3)
+    group, summary = play(
+        player_of(processor, Scripted(processor), env_class, score_answers=score), 3
+    )
     ((problem, answers),) = asked
     assert (
         problem is PROBLEM
@@ -788,17 +797,17 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
         and slow.reward == 0.25
     )
     assert failed.error == "environment: the reward function judge: gone" and failed.reward == 0.0
-    assert summary.ungradable == 1 and summary.ungraded == ("form: slow",)
+    assert sorted(values(summary, "ungraded")) == ["", "", "form: slow"]
     assert (
         no_verdicts([summary])
         == "1 of 3 answers have no verdict of a reward function, which then scores 0: 1 × form: slow"
     )
-    always = replace(summary, errors=(None,) * 3, ungraded=("form: slow",) * 3)
+    always = changed(summary, error=(None,) * 3, ungraded=("form: slow",) * 3)
     with pytest.raises(
         NoVerdicts, match=r"3 × form: slow\. So it is with every answer: mend the function"
     ):
         no_verdicts([always])
-    no_verdicts([always, replace(summary, ungraded=())])
+    no_verdicts([always, changed(summary, ungraded=("",) * 3)])
     metrics = summarize_rollout([summary], 1.0)
     assert (
         metrics["reward/math"] == 0.5
@@ -817,8 +826,8 @@ def test_a_fault_is_logged_once_with_the_traceback_of_the_users_code(processor, 
     player = player_of(processor, engine, env_class)
     for _ in range(2):
         _, summary = play(player, n=4)
-        assert len(summary.errors) == 4
-    (record,) = [record for record in caplog.records if record.name == "rlinf_vl.rollout.fault_log"]
+        assert len(values(summary, "error")) == 4
+    (record,) = [record for record in caplog.records if record.name == "rlinf_vl.rollout.faults"]
     text = record.getMessage()
     assert (
         text.count("Traceback") == 1

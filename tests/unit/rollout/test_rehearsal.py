@@ -117,7 +117,7 @@ def test_a_sound_config_is_ready_in_one_line(prepared, capsys):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("asks_for_a_column", "answer, images, messages, prompt, response"),
+        ("asks_for_a_column", "answer, final_response, images, messages, prompt, response"),
         ("returns_text", "it returned str 'yes'; return a number"),
         ("fails", "KeyError: 'key'"),
     ],
@@ -125,12 +125,12 @@ def test_a_sound_config_is_ready_in_one_line(prepared, capsys):
 def test_a_reward_that_always_fails_ends_a_start_and_takes_no_name(prepared, name, reason, capfd):
     functions = f"reward.functions=[{{function: mine.py:{name}}}]"
     assert main(["train", "toy-grpo-cpu", *prepared, functions]) == 2
-    said = capfd.readouterr().err
-    assert reason in said and "reward.functions[0]" in said
-    assert said.count("Traceback") == (name == "fails"), (
+    stderr = capfd.readouterr().err
+    assert reason in stderr and "reward.functions[0]" in stderr
+    assert stderr.count("Traceback") == (name == "fails"), (
         "one of an error in the user's function, by no means four"
     )
-    assert "\x1b[" not in said
+    assert "\x1b[" not in stderr
     assert not [path for path in Path("out").glob("*") if path.is_dir()]
 
 

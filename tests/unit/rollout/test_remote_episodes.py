@@ -5,11 +5,11 @@ import time
 
 import numpy as np
 import pytest
+from episodes import make_player
+from summaries import values
 from task_app import Relay, TaskApp
 
 from rlinf_vl.envs import EnvMaker
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import ENVIRONMENT_FAULT, GroupSummary, Problem, SamplingParams
 
 
@@ -52,19 +52,24 @@ SPOILED = {
 def test_what_is_wrong_with_one_reply_is_one_trajectorys_error(toy, relay):
     relay.does = {("step", seed): does for seed, (does, _) in SPOILED.items()}
     make = EnvMaker("remote", {"url": relay.url, "retry_s": 1.0}, {}, lambda *_: False, 1.0, 0.0)
-    player = Player(
-        toy.engine, Renderer(toy.processor), toy.processor, make,
-        seq_length=1000, max_prompt_length=500, reward_min=0.0, return_logprobs=True, alive_timeout_s=10.0,
-    )  # fmt: skip
+    player = make_player(
+        toy.engine,
+        toy.processor,
+        make,
+        seq_length=1000,
+        max_prompt_length=500,
+        alive_timeout_s=10.0,
+    )
     sampling = SamplingParams(max_new_tokens=12, stop_ids=toy.processor.stop_ids)
 
     async def played():
-        openings = [
-            await player.open(Problem(f"p:{g}", (), ""), [g, 6 + g], sampling, g) for g in range(6)
+        groups = [
+            await player.start_group(Problem(f"p:{g}", (), ""), [g, 6 + g], sampling, g)
+            for g in range(6)
         ]
-        player.submit(openings)
+        player.submit_first_requests(groups)
         return await asyncio.gather(
-            *(player.play(f"g{g}", opening) for g, opening in enumerate(openings))
+            *(player.play_group(f"g{g}", group) for g, group in enumerate(groups))
         )
 
     begun = time.monotonic()
@@ -85,7 +90,7 @@ def test_what_is_wrong_with_one_reply_is_one_trajectorys_error(toy, relay):
                 f"try {k}" for k in range(len(trajectory.turns))
             ]
     summaries = [GroupSummary.of(group, toy.processor.image_token_id) for group in groups]
-    assert sum(error is not None for s in summaries for error in s.errors) == len(SPOILED)
+    assert sum(error is not None for s in summaries for error in values(s, "error")) == len(SPOILED)
     closed = {body["id"] for path, body in relay.seen if path == "close"}
     assert (
         closed == {body["id"] for path, body in relay.seen if path == "start"} and len(closed) == 12

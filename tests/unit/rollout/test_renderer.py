@@ -36,9 +36,9 @@ def picture(height: int, width: int, seed: int = 0) -> ImageRef:
 
 def test_a_family_without_a_tower_reads_no_images(toy_folder, processor, renderer):
     text_only = Processor(toy_folder, family_of("qwen3"))
-    said = user({"type": "text", "text": "3 * 6"})
-    ids, grids = Renderer(text_only).prompt(said, ())
-    assert np.array_equal(ids, renderer.prompt(said, ())[0]) and grids.shape == (0, 3)
+    messages = user({"type": "text", "text": "3 * 6"})
+    ids, grids = Renderer(text_only).prompt(messages, ())
+    assert np.array_equal(ids, renderer.prompt(messages, ())[0]) and grids.shape == (0, 3)
     assert not (ids == text_only.image_token_id).any()
     image = picture(32, 32)
     with pytest.raises(
@@ -202,8 +202,8 @@ def test_a_conversation_continued_has_the_ids_of_the_whole_rendered(
     renderer, processor, first, turns
 ):
     """Answers cut before their end too: the end of the turn is then put, not sampled."""
-    said, shown = [message_of("user", first)], images_of([("user", first)])
-    ids, grids = renderer.prompt(said, shown)
+    conversation, shown = [message_of("user", first)], images_of([("user", first)])
+    ids, grids = renderer.prompt(conversation, shown)
     start, answers = seen([("user", first)]), []
     for answer, cut, messages in turns:
         sampled = processor.tokenizer(answer, add_special_tokens=False)["input_ids"] + [
@@ -213,18 +213,18 @@ def test_a_conversation_continued_has_the_ids_of_the_whole_rendered(
         answers.append((np.array(sampled, np.int32), seen(messages)))
         ids, grids = renderer.follow(stands, start, answers)
         assert ids.dtype == np.int32 and ids[: len(stands)].tolist() == stands.tolist()
-        said += [{"role": "assistant", "content": answer}, *seen(messages).messages]
+        conversation += [{"role": "assistant", "content": answer}, *seen(messages).messages]
         shown += images_of(messages)
-    whole, whole_grids = renderer.prompt(said, shown)
+    whole, whole_grids = renderer.prompt(conversation, shown)
     assert ids.tolist() == whole.tolist() and grids.tolist() == whole_grids.tolist()
 
 
-def follow(renderer, start, answer, said, images=()):
+def follow(renderer, start, answer, messages, images=()):
     """The prompt behind one answer, given by its ids, and how much of it stood before."""
     start = Observation(tuple(start), ())
     ids = np.concatenate([renderer.prompt(start.messages, [])[0], answer]).astype(np.int32)
     following, _ = renderer.follow(
-        ids, start, [(np.array(answer, np.int32), Observation(tuple(said), tuple(images)))]
+        ids, start, [(np.array(answer, np.int32), Observation(tuple(messages), tuple(images)))]
     )
     same = ids == following[: len(ids)] if len(following) >= len(ids) else [False]
     return following, len(ids) if np.all(same) else int(np.argmin(same))

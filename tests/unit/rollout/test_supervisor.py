@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf_vl.rollout import submission, updates
+from rlinf_vl.rollout import elasticity, submission, updates
 from rlinf_vl.rollout import supervisor as module
 from rlinf_vl.rollout.slot import Place, SlotState
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied, WorkersLost
-from rlinf_vl.transport.sender import Snapshot
+from rlinf_vl.weights.sender import Snapshot
 
 
 class Fleet:
@@ -109,7 +109,7 @@ class FakeWorker:
             raise WorkerDied("killed")
         answers = {
             "ready": lambda: self.ready,
-            "load_weights": lambda: self.load,
+            "load_snapshot": lambda: self.load,
             "take_weights": lambda: self.take,
         }
         result = answers.get(method, lambda: (self.made, method, *args))()
@@ -118,8 +118,8 @@ class FakeWorker:
             if self.dead:
                 raise WorkerDied("killed")
             result = answers[method]()
-        if method == "load_weights":
-            self.weights = args
+        if method == "load_snapshot":
+            (self.weights,) = args
         if result == "never":
             await self.until(lambda: False)
         if isinstance(result, Exception):
@@ -171,6 +171,7 @@ class FakeWorker:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(module, "WATCH_S", 0.005)
+    monkeypatch.setattr(elasticity, "LOOK_S", 0.005)
     monkeypatch.setattr(submission, "CHECK_S", 0.01)
 
 
@@ -296,7 +297,7 @@ def test_two_submissions_in_flight_lose_nothing_when_a_worker_dies(max_running):
 def test_replacements_get_the_current_weights_before_any_work():
     fleet = Fleet(worker0={"dies_after": 0}, weights=(7, ["bucket"]))
     fleet.submit(tasks(4)).results()
-    assert fleet.workers[2].weights == (["bucket"], 7)
+    assert fleet.workers[2].weights == Snapshot(7, ["bucket"])
 
 
 def test_replacements_that_fail_are_replaced_and_too_many_end_it_in_words(monkeypatch):
@@ -349,7 +350,7 @@ def test_a_sync_does_not_wait_for_the_replacement_of_a_worker_that_dies_in_it():
     assert fleet.states()[0] is SlotState.LIVE and fleet.states()[1] is not SlotState.LIVE
     until(lambda: len(fleet.workers) == 3)
     fleet.workers[2].ready = True
-    assert fleet.ping(1) == (2, "ping") and fleet.workers[2].weights == ([], 3)
+    assert fleet.ping(1) == (2, "ping") and fleet.workers[2].weights == Snapshot(3, [])
 
 
 def test_a_worker_that_dies_after_its_part_of_an_open_submission_is_replaced_too():
@@ -449,14 +450,14 @@ def test_what_a_worker_had_whose_place_is_lost_goes_to_the_others(max_running, f
     assert len(fleet.submit(tasks(4)).results()) == 4
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_place_that_is_lost_while_its_worker_is_replaced(told):
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_place_that_is_lost_while_its_worker_is_replaced(is_reported):
     """The replacement dies with it, or waits for the place for ever."""
     fleet = Fleet(worker0={"dies_after": 0}, worker2={"ready": "never"})
     submission = fleet.submit(tasks(4))
     until(lambda: len(fleet.workers) == 3)
     fleet.places_lost.add(0)
-    fleet.workers[2].dead |= told
+    fleet.workers[2].dead |= is_reported
     assert {group[-1] for _, group in answered(submission.results())} == {"1"}
 
 
@@ -477,7 +478,7 @@ def test_a_worker_that_joins_gets_the_current_weights_and_then_work(max_running)
     assert fleet.workers[2].weights is None and len(fleet.supervisor.slots) == 2
     fleet.sync(8, ["newer"], joinable=False, update=chosen)
     until(lambda: len(fleet.supervisor.slots) == 3)
-    assert fleet.workers[2].weights == (["newer"], 8)
+    assert fleet.workers[2].weights == Snapshot(8, ["newer"])
     second = fleet.submit(tasks(12, "b"))
     until(lambda: fleet.workers[2].batches)
     for worker in fleet.workers:
@@ -529,7 +530,7 @@ def test_a_sync_goes_to_live_workers_only_and_one_that_starts_takes_the_newest_w
     fleet.sync(3, ["newest"])
     fleet.workers[2].ready = True
     assert len(submission.results()) == 4
-    assert fleet.workers[2].weights == (["newest"], 3)
+    assert fleet.workers[2].weights == Snapshot(3, ["newest"])
     assert [slot.number for slot, _ in fleet.begin(4).receivers] == [0, 1]
 
 
@@ -582,7 +583,7 @@ def test_a_joiner_that_hangs_delays_no_sync(stage):
     assert joiner.state in (SlotState.STARTING, SlotState.LOADING_WEIGHTS) and not fleet.reports
     setattr(fleet.workers[2], stage, None)
     until(lambda: len(fleet.supervisor.slots) == 3)
-    assert fleet.workers[2].weights == ([], 21)
+    assert fleet.workers[2].weights == Snapshot(21, [])
 
 
 @pytest.mark.parametrize("stage", ["ready", "load"])
@@ -601,7 +602,7 @@ def test_a_live_worker_that_does_not_take_weights_is_replaced(monkeypatch):
     monkeypatch.setattr(updates, "LOAD_TIMEOUT_S", 0.1)
     fleet = Fleet(worker1={"take": "never"})
     assert fleet.sync(2) == [None, None]
-    assert fleet.ping(1) == (2, "ping") and fleet.workers[2].weights == ([], 2)
+    assert fleet.ping(1) == (2, "ping") and fleet.workers[2].weights == Snapshot(2, [])
 
 
 def test_workers_that_start_at_the_same_time_share_one_snapshot():
@@ -689,9 +690,12 @@ def test_the_watch_survives_what_nobody_expected_and_goes_on(monkeypatch, caplog
 
 def test_an_error_in_looking_for_nodes_does_not_end_the_watch(caplog):
     fleet = Fleet()
-    places, fleet.supervisor._newcomers = fleet.supervisor._newcomers, lambda: 1 / 0
+    places, fleet.supervisor._elasticity._newcomers = (
+        fleet.supervisor._elasticity._newcomers,
+        lambda: 1 / 0,
+    )
     until(lambda: "ZeroDivisionError" in caplog.text)
-    fleet.supervisor._newcomers = places
+    fleet.supervisor._elasticity._newcomers = places
     fleet.coming.append(2)
     until(lambda: len(fleet.supervisor.slots) == 3)
 
@@ -779,3 +783,17 @@ def until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_no_worker_is_made_once_the_supervisor_has_stopped():
+    fleet = Fleet(2, start=False, worker0={"ready": "never"}, worker1={"ready": "never"})
+    fleet.supervisor._run(fleet.supervisor.begin_watch())
+    time.sleep(0.05)
+    assert fleet.states() == [SlotState.STARTING] * 2
+    fleet.supervisor.stop()
+    assert not fleet.supervisor._thread.is_alive()
+    for worker in fleet.workers:
+        worker.dead = True
+    time.sleep(0.1)
+    assert len(fleet.workers) == 2 and not fleet.reports
+    fleet.supervisor.stop()  # a second time does nothing

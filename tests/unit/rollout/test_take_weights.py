@@ -7,8 +7,9 @@ import torch
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.worker import RolloutRank
-from rlinf_vl.transport.buckets import WeightsDiffer, fingerprint, pack
-from rlinf_vl.transport.sender import Offer
+from rlinf_vl.weights.buckets import WeightsDiffer, fingerprint, pack
+from rlinf_vl.weights.object_store import ObjectStoreStrategy
+from rlinf_vl.weights.sender import Offer
 
 
 class Holder:
@@ -40,7 +41,7 @@ def take(engine, weights, check=True, device="cpu"):
             labels[-1].set_result(bucket)
         offer = asyncio.get_running_loop().create_future()
         offer.set_result(Offer(labels))
-        assert await rank.take_weights("object_store", [offer], 5) >= 0
+        assert await rank.take_weights(ObjectStoreStrategy(), [offer], 5) >= 0
 
     asyncio.run(run())
 

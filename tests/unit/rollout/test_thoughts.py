@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from accounting import assert_scored_alike
-from episodes import said
+from episodes import message_of
 from thinking import OPENS, TURNS, assert_pieces, thinking
 
 from rlinf_vl.errors import ConfigError
@@ -75,7 +75,7 @@ def test_a_token_that_ends_thoughts_and_begins_what_is_said(toy, monkeypatch):
 )  # fmt: skip
 def test_the_template_is_told(toy, monkeypatch, template, mode, ends):
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
-    ids, _ = Renderer(toy.processor, mode).prompt([said("What")], [])
+    ids, _ = Renderer(toy.processor, mode).prompt([message_of("What")], [])
     assert toy.processor.tokenizer.decode(ids).rstrip().endswith(ends)
 
 
@@ -96,15 +96,15 @@ def test_a_thought_that_has_used_its_budget_is_closed_and_the_answer_goes_on(
 ):
     """Also where the template shows earlier thoughts as they stand, closed ones included: then the conversation is one sequence."""
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
-    groups, asked, heard = thinking(toy, budget, turns, longest=40)
+    groups, asked, replies = thinking(toy, budget, turns, longest=40)
     assert_pieces(toy, groups, asked, budget, 40)
     trajectories = [t for group in groups for t in group.trajectories]
     assert {len(t.sequences) for t in trajectories} == {turns if template == OPENS else 1}
     closed = [turn for t in trajectories for turn in t.turn_thoughts if turn[2]]
     assert len(closed) > 3 * turns and all(thought == budget for thought, _, _ in closed)
     assert any(behind > 5 for _, behind, _ in closed), "the answer goes on"
-    said_all = [r for r in heard if r]
-    assert said_all and not any("think" in response for response in heard)
+    nonempty_replies = [r for r in replies if r]
+    assert nonempty_replies and not any("think" in response for response in replies)
     assert_scored_alike(toy, groups)
     metrics = summarize_rollout(
         [GroupSummary.of(g, toy.processor.image_token_id) for g in groups], 1.0
@@ -164,8 +164,8 @@ def test_a_second_thought_has_a_budget_too(toy, monkeypatch):
 
 def test_an_open_thought_is_no_answer(toy, monkeypatch):
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", OPENS)
-    groups, _, heard = thinking(toy, None, 1, longest=8)
-    assert set(heard) == {""}
+    groups, _, replies = thinking(toy, None, 1, longest=8)
+    assert set(replies) == {""}
     metrics = summarize_rollout([GroupSummary.of(g, 0) for g in groups], 1.0)
     assert metrics["rollout/unanswered"] == 1 and metrics["rollout/answer_length_mean"] == 0
 

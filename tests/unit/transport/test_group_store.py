@@ -44,6 +44,14 @@ def test_an_image_is_stored_until_the_last_group_that_shows_it_is_released():
     assert not (store._images or store._groups or store._groups_of_image)
 
 
+def test_an_image_is_stored_once_and_counted_with_the_first_group_that_shows_it():
+    store = GroupStore()
+    _, nbytes = store.put(group("a", "one", "two"))
+    assert nbytes == 30, "the group and two images, 10 bytes each"
+    _, nbytes = store.put(group("b", "two", "two", "three"))
+    assert nbytes == 20, "the group and the image that is new"
+
+
 def release_seconds(n):
     store = GroupStore()
     for k in range(n):

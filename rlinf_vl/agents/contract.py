@@ -1,0 +1,170 @@
+"""The contract of agents: the task that one gets, and the result that it returns.
+
+An agent is a function `solve(task, client)`, with `async def` or without, or a command. It asks
+the policy as often as it likes through an OpenAI client, and returns a reward, an `AgentResult`,
+or None to leave its last reply to the run's reward functions.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Real
+from typing import Any
+
+from PIL import Image
+
+from rlinf_vl.data.images import decode
+from rlinf_vl.rewards.result import RIGHT
+from rlinf_vl.types import ImageRef, Message, Problem
+
+#: Image format by the first bytes of a file, for a data URI; PNG for any other.
+_MEDIA_TYPES = {b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """The task of one trajectory.
+
+    Attributes:
+        problem: the row, with its encoded images.
+        seed: of this trajectory alone.
+        group_seed: equal for all trajectories of a group.
+    """
+
+    problem: Problem
+    seed: int
+    group_seed: int
+
+    @property
+    def id(self) -> str:
+        """The row's id."""
+        return self.problem.id
+
+    @property
+    def answer(self) -> str:
+        """The reference answer; "" if the row has none."""
+        return self.problem.answer
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row's other columns."""
+        return self.problem.columns
+
+    @cached_property
+    def images(self) -> list[Image.Image]:
+        """The row's images, RGB."""
+        return [decode(image) for image in self.problem.images]
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The row's messages in OpenAI's form, images as data URIs of their original bytes."""
+        # The original bytes: so an image of a call is the row's, by its hash.
+        uris = {image.url: data_uri(image) for image in self.problem.images}
+        return [_with_uris(message, uris) for message in self.problem.messages]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row as it is sent to an agent in another process, images as data URIs."""
+        return {
+            "id": self.id,
+            "messages": self.messages,
+            "images": [data_uri(image) for image in self.problem.images],
+            "columns": self.columns,
+            "answer": self.answer,
+        }
+
+    def as_json(self) -> str:
+        """Return the task as a JSON object, for an agent in another process."""
+        # A column may hold what JSON has not, such as a date.
+        task = self.row | {"seed": self.seed, "group_seed": self.group_seed}
+        return json.dumps(task, ensure_ascii=False, default=str)
+
+
+def data_uri(image: ImageRef) -> str:
+    """Return an image's bytes as a data URI."""
+    data = bytes(image.data)
+    kind = next((kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), "png")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _with_uris(message: Message, uris: Mapping[str, str]) -> Message:
+    """Return a message with the addresses of images replaced."""
+    if isinstance(message["content"], str):
+        return message
+    parts = []
+    for part in message["content"]:
+        if part.get("type") == "image_url":
+            part = part | {"image_url": {"url": uris[part["image_url"]["url"]]}}
+        parts.append(part)
+    return message | {"content": parts}
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """The result of an agent.
+
+    Attributes:
+        reward: on the scale of reward_min_val … reward_max_val; None leaves `answer` to the run's
+            reward functions.
+        answer: the text that reward functions score; None: the last reply that the agent got.
+        call_rewards: further rewards by the id of a reply (`chatcmpl-…`), for
+            `algorithm.credit: turn`. The trajectory's reward is the sum of all.
+        correct: whether the trajectory counts as correct in validation; None: `reward` decides,
+            which must be at least half of the way from reward_min_val to reward_max_val.
+        reward_parts: components of the reward to report, by name.
+        metrics: numbers to report as `env/NAME`.
+    """
+
+    reward: float | None = None
+    answer: str | None = None
+    call_rewards: Mapping[str, float] = field(default_factory=dict)
+    correct: bool | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def is_correct(self, reward_min: float, reward_max: float) -> bool:
+        """Return whether the trajectory counts as correct; False where reward functions decide."""
+        # Without a reward of its own the reward functions say what is right.
+        if self.correct is not None or self.reward is None:
+            return bool(self.correct)
+        return self.reward - reward_min >= RIGHT * (reward_max - reward_min)
+
+
+def result_of(returned: Any) -> AgentResult:
+    """Return an agent's result in one form.
+
+    Args:
+        returned: an `AgentResult`, a mapping with its fields, a number or None.
+
+    Raises:
+        TypeError, ValueError: it is anything else, or a number is not finite.
+    """
+    if returned is None:
+        return AgentResult()
+    # numpy's numbers, too.
+    if isinstance(returned, Real):
+        returned = AgentResult(float(returned))
+    # Commands return JSON, and functions may return what they would have written.
+    if isinstance(returned, Mapping):
+        fields = AgentResult.__dataclass_fields__
+        if unknown := [name for name in returned if name not in fields]:
+            raise TypeError(f"it returned {unknown[0]!r}; a result has {', '.join(fields)}")
+        returned = AgentResult(**returned)
+    if not isinstance(returned, AgentResult):
+        raise TypeError(
+            f"it returned {type(returned).__name__}; return a number, an AgentResult, or None to "
+            "leave the last reply to the reward functions"
+        )
+    # NaN would pass every comparison on its way into an advantage.
+    numbers = {"the reward": returned.reward or 0.0}
+    for name in ("call_rewards", "reward_parts", "metrics"):
+        numbers |= {f"{name}[{key!r}]": value for key, value in getattr(returned, name).items()}
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not math.isfinite(float(value)):
+            raise ValueError(f"it gave {name} {value!r}, which is no finite number")
+    if not isinstance(returned.answer, str | None):
+        raise TypeError(f"it gave the answer {returned.answer!r}, which is no text")
+    return returned

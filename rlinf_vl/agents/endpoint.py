@@ -1,0 +1,237 @@
+"""The chat endpoint of a rollout worker: OpenAI's API over HTTP, a key for each trajectory.
+
+It listens on this machine only, and answers nothing without a key but `/health`. A key belongs to
+one session and ends with it, so an agent can neither see another trajectory nor add to it.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator, MutableMapping
+from typing import Any, Protocol
+
+from rlinf_vl.agents.chat import (
+    ChatError,
+    ChatRequest,
+    Reply,
+    chunks_json,
+    completion_json,
+    parse_chat,
+)
+from rlinf_vl.types import ImageRef
+
+log = logging.getLogger(__name__)
+
+#: Largest body of a request, in bytes; images are a third larger as text than as files.
+MAX_BODY = 32 * 2**20
+#: Bodies from this size on are parsed in a thread: decoding images holds up other answers.
+IN_THREAD = 2**15
+#: Seconds that the server has to start.
+START_S = 30.0
+
+
+class Session(Protocol):
+    """Answers the calls of one key."""
+
+    async def complete(self, chat: ChatRequest) -> Reply:
+        """Answer a call. Raises ChatError: it is refused."""
+        ...
+
+    @property
+    def images(self) -> MutableMapping[str, ImageRef]:
+        """The images that messages may name, and those that were sent, by address."""
+        ...
+
+
+class Endpoint:
+    """The server, in the event loop that starts it.
+
+    Attributes:
+        url: the address for clients, from `start` on.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, model: str = "policy") -> None:
+        """
+        Args:
+            host: the address to listen on.
+            port: 0 for any that is free.
+            model: the name in the list of models.
+        """
+        self.url = ""
+        self._host, self._port, self._model = host, port, model
+        self._sessions: dict[str, Session] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._server: Any = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Begin to serve; does nothing if it serves already.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        async with self._starting:
+            if self._serving is not None and not self._serving.done():
+                return
+            import uvicorn  # an extra of the package
+
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._host, self._port))
+            self.url = f"http://{self._host}:{listener.getsockname()[1]}/v1"
+            # No lifespan: what it serves is not its own to start and end.
+            config = uvicorn.Config(
+                self.app(),
+                log_level="error",
+                access_log=False,
+                lifespan="off",
+                backlog=1024,
+                # No proxy stands before it, and nobody reads who serves.
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
+            )
+            self._server = _server_class()(config)
+            self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+            # uvicorn tells of its start by a flag alone.
+            async with asyncio.timeout(START_S):
+                while not self._server.started:
+                    await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        """End the server, as soon as its event loop runs."""
+        if self._server is not None:
+            # An agent that is still connected must not hold up the worker's end.
+            self._server.should_exit = self._server.force_exit = True
+
+    async def wait_closed(self) -> None:
+        """Wait until the server has ended."""
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
+
+    def open(self, session: Session, key: str | None = None) -> str:
+        """Return a new key whose calls `session` answers; or use `key`."""
+        # Long enough that nobody on the network guesses one within a trajectory.
+        key = key or f"rlinf-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        return key
+
+    def end(self, key: str) -> None:
+        """End a key: its calls are refused from now on."""
+        self._sessions.pop(key, None)
+
+    def app(self) -> Any:
+        """Return the ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.routing import Route
+
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+        ]
+        # A page in somebody's browser must not reach it under a name of its own. A server for other
+        # machines does not know its names.
+        names = ["*"] if self._host in ("0.0.0.0", "::") else [self._host, "localhost"]
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=names)
+        return Starlette(routes=routes, middleware=[hosts])
+
+    async def _health(self, request: Any) -> Any:
+        return _response({"status": "ok"})
+
+    async def _models(self, request: Any) -> Any:
+        try:
+            self._session_of(request)
+        except ChatError as error:
+            return _response(error.as_json(), error.status)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rlinf_vl"}
+        return _response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Any) -> Any:
+        from starlette.responses import StreamingResponse
+
+        try:
+            session = self._session_of(request)
+            body = await _body_of(request)
+            if len(body) < IN_THREAD:
+                chat = _parsed(body, session.images)
+            else:
+                chat = await asyncio.to_thread(_parsed, body, session.images)
+            reply = await session.complete(chat)
+        except ChatError as error:
+            return _response(error.as_json(), error.status)
+        except Exception:  # a fault of ours must not be taken for the agent's
+            log.exception("a call of an agent failed")
+            error = ChatError("the server failed; its log has the error", 500)
+            return _response(error.as_json(), error.status)
+        if chat.stream:
+            return StreamingResponse(_events(chat, reply), media_type="text/event-stream")
+        return _response(completion_json(chat, reply))
+
+    def _session_of(self, request: Any) -> Session:
+        """Return the session of a request's key. Raises ChatError: there is none."""
+        scheme, _, given_key = request.headers.get("authorization", "").partition(" ")
+        # One lookup, whatever the key is: there is nothing to compare byte by byte.
+        session = self._sessions.get(given_key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise ChatError(
+                "no valid key: each trajectory has a key of its own, which ends with it",
+                401,
+                "invalid_api_key",
+            )
+        return session
+
+
+def _server_class() -> type:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """A server that leaves the process's signals alone: they are for the run."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server
+
+
+def _response(body: dict[str, Any], status: int = 200) -> Any:
+    from starlette.responses import Response
+
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    data = text.encode(errors="surrogatepass")
+    return Response(data, status, media_type="application/json")
+
+
+async def _body_of(request: Any) -> bytes:
+    """Return a request's body. Raises ChatError: it is larger than `MAX_BODY`."""
+    too_large = ChatError(f"the request is larger than {MAX_BODY} bytes", 413)
+    if int(request.headers.get("content-length") or 0) > MAX_BODY:
+        raise too_large
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY:
+            raise too_large
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _parsed(body: bytes, images: MutableMapping[str, ImageRef]) -> ChatRequest:
+    try:
+        decoded = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ChatError(f"the request is no JSON: {error}") from error
+    return parse_chat(decoded, images)
+
+
+async def _events(chat: ChatRequest, reply: Reply) -> AsyncIterator[str]:
+    """Yield the server-sent events of a reply."""
+    for chunk in chunks_json(chat, reply):
+        yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"

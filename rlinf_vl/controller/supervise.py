@@ -1,0 +1,208 @@
+"""A run from its first process to its last: start the parts, train, and start the learner again
+when a rank was lost."""
+
+import logging
+import time
+from collections import Counter
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from pathlib import Path
+
+from rlinf_vl.actor.group import ActorGroup
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.dataset_plan import find_usable_rows
+from rlinf_vl.controller.loop import train
+from rlinf_vl.controller.remote_writer import RemoteWriter
+from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.schedules import SCHEDULES
+from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.controller.weight_sync import WeightSync
+from rlinf_vl.envs.registry import grades_answers, load_env_class
+from rlinf_vl.errors import RunError
+from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.rollout.pool import RolloutPool
+from rlinf_vl.runtime.checkpoints import (
+    Folder,
+    checkpoint_home,
+    newest_checkpoint,
+    set_damaged_aside,
+)
+from rlinf_vl.runtime.launch import Reservation
+from rlinf_vl.runtime.lost_placements import NODE_LOSS_HINT, find_lost
+from rlinf_vl.runtime.ray_process import ActorsLost
+from rlinf_vl.runtime.run_folder import write_baselines
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
+from rlinf_vl.weights import FALLBACK
+from rlinf_vl.weights.strategy import Site, choose_strategy, strategy_named
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether a lost node is back.
+POLL_S = 2.0
+
+
+class TooManyRestarts(RunError):
+    """The actor ranks died more than `runner.max_restarts` times without a checkpoint in
+    between."""
+
+
+def supervise(
+    config: Config,
+    model_path: str,
+    reservation: Reservation,
+    run_dir: Path,
+    progress: RunProgress,
+    stop: StopRequest,
+    start: Folder | None = None,
+) -> dict[str, float]:
+    """Train to the last step, and replace processes that die; returns the last step's metrics.
+
+    Args:
+        run_dir: holds this run's history only, up to the step of the checkpoint `start`.
+        start: the checkpoint to resume from; None: begin with the model in `model_path`.
+
+    Raises:
+        Interrupted: the run was asked to stop, and has written a checkpoint.
+        RunError: the run can't go on; see `train`.
+    """
+    start_time = time.monotonic()
+    home = checkpoint_home(config, run_dir)
+    device = reservation.device
+    placement = reservation.placement
+    site = Site(device, placement.shared, placement.beside_actors)
+    strategy = choose_strategy(config.rollout.weight_sync, site)
+    start_writer = partial(RemoteWriter, config, run_dir, model_path)
+    with ExitStack() as stack:
+        log = stack.enter_context(closing(RunLog(config, run_dir, start_writer, progress)))
+
+        def load_model(learner: ActorGroup) -> WeightSync:
+            progress.phase("sharding the policy")
+            gpu.to_ranks()
+            learner.start(data.total_steps)
+            # In a shrunk run an engine may have lost the ranks on its GPUs, which a strategy may
+            # need.
+            all_ranks = len(learner.ranks) == len(reservation.actor)
+            usable = all_ranks or strategy.survives_lost_ranks
+            sync_strategy = strategy if usable else strategy_named(FALLBACK)
+            return WeightSync(sync_strategy, learner, pool, device=device)
+
+        progress.phase("starting rollout workers and actor ranks")
+        pool = RolloutPool(
+            config,
+            model_path,
+            reservation,
+            reproducible=SCHEDULES[config.runner.schedule].is_reproducible(config.runner),
+            report=log.event,
+            check=stop.check,
+        )
+        stack.callback(pool.close)
+        learner = ActorGroup(config, model_path, device, reservation.actor)
+        data = find_usable_rows(config, run_dir, pool, progress)
+        if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
+            write_baselines(run_dir, data.answers)
+        gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
+        pool.open_membership()
+        sync: WeightSync | None = None
+        loss_error: ActorsLost | None = None
+        restarts = Counter[Folder | None]()  # by the checkpoint that the run was resumed from
+        outcome: dict[str, float] | Interrupted | None = None
+        while outcome is None:
+            try:
+                if loss_error is not None:
+                    learner.kill()
+                    stop.check()
+                    # A damaged checkpoint would fail every restart.
+                    set_damaged_aside(home, partial(log.event, "checkpoint_damaged"))
+                    checkpoint = newest_checkpoint(home, start)
+                    count_restart(
+                        loss_error,
+                        restarts[checkpoint],
+                        config.runner.max_restarts,
+                        checkpoint,
+                        log,
+                    )
+                    restarts[checkpoint] += 1
+                    # The steps after the checkpoint are trained again: their weights are void.
+                    pool.forget_weights()
+                    if sync is not None and sync.busy:
+                        pool.replace_all("they may wait for weights that will not come")
+                    pool.release()
+                    learner = ranks_again(config, model_path, reservation, log, stop)
+                sync = load_model(learner)
+                stop.grace_period, stop.graceful = config.runner.grace_period, True
+                if loss_error is None:
+                    seconds = time.monotonic() - start_time
+                    logger.info("started in %.0f s; training to step %d", seconds, data.total_steps)
+                outcome = train(
+                    config,
+                    pool,
+                    learner,
+                    data,
+                    home,
+                    stop,
+                    gpu=gpu,
+                    sync=sync,
+                    log=log,
+                    start=start,
+                )
+            except ActorsLost as error:
+                loss_error = error
+            except Interrupted as request:
+                outcome = request
+        pool.release(log.recorder.close())
+        pool.stop()
+        # The ranks have nothing left to do: a rank lost now costs nothing.
+        with suppress(ActorsLost):
+            learner.stop()
+    if isinstance(outcome, Interrupted):
+        raise outcome
+    return outcome
+
+
+def ranks_again(
+    config: Config, model_path: str, reservation: Reservation, log: RunLog, stop: StopRequest
+) -> ActorGroup:
+    """Start all ranks. If a node is lost, wait for it or start fewer, as
+    `cluster.on_node_loss` says; raises `Interrupted` if the run is asked to stop meanwhile."""
+    placements, reported = reservation.actor, False
+    while True:
+        lost = find_lost(placements)
+        surviving = [options for number, options in enumerate(placements) if number not in lost]
+        # The ranks of a context-parallel group share sequences: an incomplete group is of no use.
+        surviving = surviving[
+            : len(surviving) - len(surviving) % max(1, config.actor.context_parallel_size)
+        ]
+        if not lost or (surviving and config.cluster.on_node_loss == "shrink"):
+            if lost:
+                message = f"the nodes of {len(lost)} of {len(placements)} actor ranks are lost; {len(surviving)} go on"
+                log.event("run_shrunk", message)
+            learner = ActorGroup(config, model_path, reservation.device, surviving)
+            try:
+                # A node may be lost while the ranks start: then look again.
+                if learner.placed(lambda: bool(stop.check() or find_lost(surviving))):  # noqa: B023
+                    return learner
+            except (Interrupted, ActorsLost):
+                learner.kill()
+                raise
+            learner.kill()
+        elif not reported:
+            reported = True
+            message = f"the nodes of {len(lost)} of {len(placements)} actor ranks are lost; the run waits: {NODE_LOSS_HINT}"
+            log.event("node_lost", message)
+        stop.check()
+        time.sleep(POLL_S)
+
+
+def count_restart(
+    lost: ActorsLost, times: int, limit: int, checkpoint: Folder | None, log: RunLog
+) -> None:
+    """Record that the learner starts again; raises `TooManyRestarts` if it has done so `limit`
+    times from this checkpoint."""
+    if times >= limit:
+        raise TooManyRestarts(
+            f"{lost}. The actor ranks were started again {limit} times before "
+            "(runner.max_restarts) without a further checkpoint; the last complete one is "
+            f"{checkpoint or 'none'}"
+        ) from lost
+    resumed = f"the run goes back to {checkpoint or 'its start: it has no checkpoint yet'}"
+    log.event("actors_restarted", f"{lost}; the actor ranks start again, {resumed}")

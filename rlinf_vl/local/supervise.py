@@ -1,0 +1,126 @@
+"""A local run from its engine to its last step."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.dataset_plan import find_usable_rows
+from rlinf_vl.controller.loop import train
+from rlinf_vl.controller.run_log import RunLog
+from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.controller.trajectory_writer import TrajectoryWriter, image_token
+from rlinf_vl.envs.registry import grades_answers, load_env_class
+from rlinf_vl.local.learner import LocalLearner, LocalSync
+from rlinf_vl.local.pool import LocalPool
+from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home
+from rlinf_vl.runtime.run_folder import write_baselines
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+class DirectWriter:
+    """The recorder's handle of a `TrajectoryWriter` in this process, which writes at once."""
+
+    def __init__(self, config: Config, run_dir: Path, model_path: str) -> None:
+        self._writer = TrajectoryWriter(
+            config, run_dir, model_path, image_token(config, model_path)
+        )
+        self._outcome: Callable[[], Any] = lambda: None
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        try:
+            value = getattr(self._writer, method)(*arguments)
+        # A full disk, say: the recorder reports it when it asks for the result.
+        except Exception as error:
+            self._outcome = partial(_raise, error)
+        else:
+            self._outcome = lambda: value
+
+    def result(self, timeout_s: float) -> Any:
+        return self._outcome()
+
+    def kill(self) -> None:
+        """Do nothing: no call is under way between two of the recorder's."""
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def supervise(
+    config: Config,
+    model_path: str,
+    run_dir: Path,
+    progress: RunProgress,
+    stop: StopRequest,
+    start: Folder | None = None,
+) -> dict[str, float]:
+    """Train to the last step in this process; returns the last step's metrics.
+
+    Arguments and errors are those of `rlinf_vl.controller.supervise.supervise`.
+    """
+    start_time = time.monotonic()
+    device = config.cluster.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.rollout.gpu_memory_utilization == "auto":
+        # The ledger, which settles `auto` of a run with Ray, asks Ray for the sizes of its GPUs.
+        config.rollout.gpu_memory_utilization = 0.6
+    # A Ray that this process has started before sets its own debugger, which needs Ray.
+    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]
+    with ExitStack() as stack:
+        # As in the processes of a run with Ray: the last digits of a sum depend on it.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if device == "cpu" or config.cluster.cpu_threads:
+            torch.set_num_threads(config.cluster.cpu_threads or 1)
+        log = RunLog(config, run_dir, partial(DirectWriter, config, run_dir, model_path), progress)
+        stack.callback(log.close)
+        progress.phase("starting the engine")
+        pool = LocalPool(config, model_path, device, stop.check)
+        stack.callback(pool.stop)
+        data = find_usable_rows(config, run_dir, pool, progress)
+        if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
+            write_baselines(run_dir, data.answers)
+        # Ahead of training, groups may still be in flight in the engine, which keeps its memory.
+        takes_turns = not config.runner.generates_ahead
+        gpu = SharedGpu(pool, shared=takes_turns, offload=config.actor.enable_offload)
+        progress.phase("loading the policy")
+        gpu.to_ranks()
+        learner = LocalLearner(config, model_path, device, data.total_steps)
+        stack.callback(learner.stop)
+        logger.info("what is trained:\n%s", learner.table)
+        stop.grace_period, stop.graceful = config.runner.grace_period, True
+        seconds = time.monotonic() - start_time
+        logger.info("started in %.0f s; training to step %d", seconds, data.total_steps)
+        outcome: dict[str, float] | Interrupted
+        try:
+            outcome = train(
+                config,
+                pool,
+                learner,
+                data,
+                checkpoint_home(config, run_dir),
+                stop,
+                gpu=gpu,
+                sync=LocalSync(config, learner, pool.engine),
+                log=log,
+                start=start,
+            )
+        except Interrupted as request:
+            # The recorder is closed first, so that the last trajectories are written.
+            outcome = request
+        log.recorder.close()
+    if isinstance(outcome, Interrupted):
+        raise outcome
+    return outcome

@@ -1,0 +1,46 @@
+"""The scorer and the environments of a run, as its config has them. Neither torch nor Ray."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.envs import EnvMaker
+from rlinf_vl.errors import never_reported
+from rlinf_vl.rewards.processes import Limits, ProcessPool, UserFunctions
+from rlinf_vl.rewards.scoring import Scorer, make_scorer
+
+
+def scorer_of(
+    config: Config,
+    entries: Sequence[Mapping[str, Any]] | None = None,
+    first_report: Callable[[str], bool] = never_reported,
+    pool_class: type[UserFunctions] = ProcessPool,
+) -> Scorer:
+    """Return the scorer of a run's reward functions, or of some of their entries.
+
+    `first_report`, `pool_class`: as in `make_scorer`.
+    """
+    reward = config.reward
+    return make_scorer(
+        reward.entries if entries is None else entries,
+        reward_max=reward.reward_max_val,
+        reward_min=reward.reward_min_val,
+        files=config.runner.code_files,
+        limits=Limits(reward.timeout, reward.memory_gb, reward.workers),
+        hosts=reward.judge_hosts,
+        first_report=first_report,
+        pool_class=pool_class,
+    )
+
+
+def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
+    """Return the maker of a run's environments, which grade with `scorer` (None: the run's)."""
+    scorer = scorer or scorer_of(config)
+    return EnvMaker(
+        config.rollout.env_class,
+        config.rollout.env_kwargs,
+        config.runner.code_files,
+        scorer.grade,
+        reward_max=config.reward.reward_max_val,
+        reward_min=config.reward.reward_min_val,
+    )

@@ -1,0 +1,14 @@
+"""User code: functions, classes and objects that a name in a config leads to."""
+
+from rlinf_vl.user_code.names import CodeError, Signature, check_code, is_code, load_code
+from rlinf_vl.user_code.texts import collect_code, pickled
+
+__all__ = [
+    "CodeError",
+    "Signature",
+    "check_code",
+    "collect_code",
+    "is_code",
+    "load_code",
+    "pickled",
+]

@@ -1,0 +1,137 @@
+"""Agents for tests: they drive themselves through an OpenAI client, some of them badly."""
+
+import asyncio
+import os
+import random
+
+from episodes import Talk
+
+from rlinf_vl.agents import AgentResult
+from rlinf_vl.agents.contract import data_uri
+from rlinf_vl.rollout.observation import observe
+
+
+def openai_messages(messages, problem):
+    """Messages of an environment in OpenAI's form: images as data URIs."""
+    observation = observe(messages, problem)
+    uris = {image.url: data_uri(image) for image in observation.images}
+    converted = []
+    for message in observation.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                part | {"image_url": {"url": uris[part["image_url"]["url"]]}}
+                if part["type"] == "image_url"
+                else part
+                for part in content
+            ]
+        converted.append(message | {"content": content})
+    return converted
+
+
+async def play_env(env, task, client) -> AgentResult:
+    """Play an environment as a player would, through the client."""
+    messages = openai_messages(env.start(task.problem), task.problem)
+    rewards, done = {}, False
+    try:
+        while not done:
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+            message = completion.choices[0].message
+            result = env.step(message.content)
+            rewards[completion.id], done = result.reward, result.done
+            messages += [
+                message.model_dump(exclude_none=True),
+                *openai_messages(result.messages, task.problem),
+            ]
+    finally:
+        env.close()
+    return AgentResult(0.0, call_rewards=rewards)
+
+
+async def talk(task, client):
+    return await play_env(Talk(task.seed), task, client)
+
+
+def ask(text, *images):
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(image)}} for image in images]
+    return {"role": "user", "content": [{"type": "text", "text": text}, *parts]}
+
+
+async def wild(task, client):
+    """Calls in every order that an agent may: branches, edits, retries, parallel calls, streams."""
+    draw = random.Random(task.seed)
+    conversations = [[ask("What", *task.problem.images)]]
+
+    async def call(messages):
+        stream = draw.random() < 0.3
+        options = {"max_tokens": draw.choice((None, 2, 5)), "stream": stream}
+        if draw.random() < 0.2:
+            options["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        options = {name: value for name, value in options.items() if value is not None}
+        completion = await client.chat.completions.create(
+            model="policy", messages=messages, **options
+        )
+        if not stream:
+            return completion.choices[0].message.model_dump(exclude_none=True)
+        text, pieces = "", 0
+        async for chunk in completion:
+            if chunk.choices and chunk.choices[0].delta.content:
+                text += chunk.choices[0].delta.content
+            pieces += 1
+            if draw.random() < 0.1:
+                await completion.close()  # cut in the middle
+                break
+        return {"role": "assistant", "content": text}
+
+    for _ in range(draw.randint(1, 5)):
+        messages = draw.choice(conversations)
+        action = draw.choice(("go on", "go on", "retry", "edit", "compact", "parallel", "foreign"))
+        if action == "parallel":
+            replies = await asyncio.gather(*(call(messages) for _ in range(3)))
+            conversations += [[*messages, reply, ask("x = 3")] for reply in replies]
+            continue
+        if action == "edit":
+            messages = [ask("x = 3", *task.problem.images), *messages[1:]]
+        elif action == "compact":
+            messages = [ask("What"), messages[-1]] if len(messages) > 1 else messages
+        elif action == "foreign":
+            messages = [ask("What"), {"role": "assistant", "content": "7"}, ask("x = 3")]
+        reply = await call(messages)
+        conversations.append(
+            [*messages, reply, ask("What", *task.problem.images[: draw.randint(0, 1)])]
+        )
+    return draw.random()
+
+
+async def crash(task, client):
+    raise RuntimeError("no luck")
+
+
+async def never_calls(task, client):
+    return 1.0
+
+
+async def returns_a_list(task, client):
+    await client.chat.completions.create(model="policy", messages=[ask("What")])
+    return [1.0]
+
+
+async def hangs(task, client):
+    await asyncio.sleep(10**6)
+
+
+def blocks(task, client):
+    import time
+
+    time.sleep(3)
+
+
+async def loops(task, client):
+    while True:
+        await client.chat.completions.create(model="policy", messages=[ask("What")])
+
+
+def in_a_thread(task, client):
+    completion = client.chat.completions.create(model="policy", messages=[ask("What")])
+    assert os.getpid()
+    return AgentResult(answer=completion.choices[0].message.content)

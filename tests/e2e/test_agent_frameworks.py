@@ -1,0 +1,56 @@
+"""Agents of five frameworks, unmodified but for base URL and key, train together for three steps."""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from framework_agent import FOLDER
+from whole_run import metrics_of
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def frameworks_python(tmp_path_factory) -> Path:
+    """The Python of an environment that has the frameworks; the test is skipped where none can be fetched."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin/python"
+    requirements = FOLDER / "requirements.txt"
+    install = [str(python), "-m", "pip", "install", "-q", "-r", str(requirements)]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        pytest.skip(f"the frameworks can't be installed: {done.stderr[-300:]}")
+    return python
+
+
+def test_five_frameworks_train(frameworks_python, tmp_path):
+    command = [
+        *(sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", "cluster.backend=local"),
+        f"runner.output_dir={tmp_path}",
+        f"runner.max_steps={STEPS}",
+        "runner.val_check_interval=-1",
+        "runner.save_interval=-1",
+        "runner.seq_length=4096",
+        "runner.max_tokens_per_mbs=8192",
+        "data.rollout_batch_size=2",
+        "algorithm.group_size=8",
+        f"rollout.agent.command=[{frameworks_python},{ROOT / 'tests/framework_agent.py'}]",
+        "rollout.agent.max_concurrent=3",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics_of(tmp_path / "toy-grpo-cpu")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert row["rollout/errors"] == 0 and row["actor/rollout_train_abs_diff_mean"] <= 2e-5
+    played = {name.removeprefix("env/") for row in rows for name in row}
+    assert {path.stem for path in FOLDER.glob("*.py")} <= played
+    assert all(row["agent/calls"] >= 1 for row in rows)

@@ -1,0 +1,106 @@
+"""Agents as commands: real processes, good and bad ones, against the endpoint."""
+
+import gc
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from scripted_engine import Scripted
+from unit.rollout.test_agents import play
+
+from rlinf_vl.agents.drivers import MARK, CommandDriver
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.agent_player import AgentPlayer
+from rlinf_vl.rollout.agent_session import AgentLimits
+from rlinf_vl.rollout.generation_client import GenerationClient
+from rlinf_vl.rollout.group_player import EpisodeSettings
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.types import SamplingParams
+
+COMMAND = [sys.executable, "-S", str(Path(__file__).parents[2] / "command_agent.py")]
+
+
+@pytest.fixture(scope="module")
+def processor(toy_folder):
+    return Processor(toy_folder, family_of("qwen3_vl"))
+
+
+def player_of(processor, *, command=COMMAND, timeout_s=60.0, max_concurrent=16):
+    client = GenerationClient(Scripted(processor, ["18"]), Renderer(processor), 30.0)
+    driver = CommandDriver(command, timeout_s, memory_gb=0.5)
+    settings = EpisodeSettings(max_concurrent=max_concurrent)
+    return AgentPlayer(client, settings, driver, AgentLimits(200, 10**6), (0.0, 1.0))
+
+
+def outcome(monkeypatch, processor, kinds, seeds, **options):
+    """The trajectories of these seeds; nothing is left behind."""
+    monkeypatch.setenv("AGENT_KINDS", ",".join(kinds))
+    sampling = SamplingParams(max_new_tokens=20, stop_ids=processor.stop_ids)
+    folders = set(Path("/tmp").glob("rlinf-agent-*"))
+    player = player_of(processor, **options)
+    groups = play(player, [seeds[i : i + 8] for i in range(0, len(seeds), 8)], sampling)
+    marked = []
+    for process in psutil.process_iter():
+        try:
+            marked += [process] if MARK in process.environ() else []
+        except psutil.Error:
+            continue
+    assert marked == [] and set(Path("/tmp").glob("rlinf-agent-*")) <= folders
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def test_a_command_gets_its_task_and_returns_its_result(monkeypatch, processor):
+    for trajectory in outcome(monkeypatch, processor, ["good"], [1, 2]):
+        assert trajectory.error is None and trajectory.reward == 0.75
+        # The result's own reward is that of the last call.
+        assert trajectory.turn_rewards == (0.0, 0.75) and trajectory.correct is False
+        assert trajectory.metrics["n"] == 2 and trajectory.metrics["agent/calls"] == 2
+        assert len(trajectory.sequences) == 1
+
+
+FAULTS = {
+    "crash": "ended with exit code 3",
+    "write": "wrote more than 1048576 bytes of output",
+    "memory": "GiB, and rollout.agent.memory_gb is 0.5",
+    "segfault": "was ended by SIGSEGV",
+    "no result": "wrote 'not JSON' as its result",
+    "flood": "ended with exit code 1",
+    "loop": "ended with exit code 1",
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_bad_command_is_an_error_of_its_trajectory(monkeypatch, processor, kind):
+    trajectories = outcome(monkeypatch, processor, ["good", kind], [0, 1])
+    assert trajectories[0].error is None
+    assert FAULTS[kind] in trajectories[1].error
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(monkeypatch, processor):
+    trajectories = outcome(monkeypatch, processor, ["hang", "orphan"], [0, 1], timeout_s=4.0)
+    assert "did not end within rollout.agent.timeout=4 s" in trajectories[0].error
+    assert trajectories[1].error is None
+
+
+def test_a_command_that_is_not_there(monkeypatch, processor):
+    (trajectory,) = outcome(monkeypatch, processor, ["good"], [0], command=["no-such-command"])
+    assert "did not start: no-such-command" in trajectory.error
+
+
+@pytest.mark.slow
+def test_two_hundred_agents_of_which_a_fifth_misbehaves(monkeypatch, processor):
+    kinds = [*["good"] * 16, "crash", "hang", "loop", "flood"]
+    gc.collect()
+    open_files = len(os.listdir("/proc/self/fd"))
+    trajectories = outcome(
+        monkeypatch, processor, kinds, list(range(200)), timeout_s=40.0, max_concurrent=200
+    )
+    faults = Counter(kinds[i % 20] for i, t in enumerate(trajectories) if t.error is not None)
+    assert faults == {"crash": 10, "hang": 10, "loop": 10, "flood": 10}
+    assert all(t.reward == 0.75 for t in trajectories if t.error is None)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 10

@@ -1,0 +1,457 @@
+"""The endpoint as a client sees it: OpenAI's forms, what is refused, and who may ask. The engine's answers are written down."""
+
+import asyncio
+import base64
+import io
+import json
+import socket
+import struct
+import zlib
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from episodes import encoded, picture
+from PIL import Image
+from scripted_engine import Scripted
+
+from rlinf_vl.agents import chat
+from rlinf_vl.agents import endpoint as room
+from rlinf_vl.agents.contract import data_uri
+from rlinf_vl.agents.endpoint import Endpoint
+from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.models.families import family_of
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.agent_session import AgentLimits, AgentSession
+from rlinf_vl.rollout.first_calls import FirstCalls
+from rlinf_vl.rollout.generation_client import GenerationClient
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.rollout_state import RolloutState
+from rlinf_vl.types import Problem, SamplingParams, distinct_tokens
+
+SHOWN = encoded(picture(48, 32, 9))
+PROBLEM = Problem("p:0", (), "18", (SHOWN,))
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def processor(toy_folder):
+    return Processor(toy_folder, family_of("qwen3_vl"))
+
+
+@pytest.fixture(scope="module")
+def tool_processor(toy_folder):
+    """The chat template of the toy shows no tools; this one does."""
+    processor = Processor(toy_folder, family_of("qwen3_vl"))
+    shows = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    processor.tokenizer.chat_template = (
+        shows + "<|im_end|>\n{% endif %}" + processor.tokenizer.chat_template
+    )
+    return processor
+
+
+class Served:
+    """An endpoint with one session, whose engine answers what is written down."""
+
+    def __init__(self, processor, *answers, max_calls=50, allow_sampling=False):
+        self.engine = Scripted(processor, answers or ["18"])
+        self.client = GenerationClient(self.engine, Renderer(processor), 30.0)
+        self.limits = AgentLimits(max_calls, 2000, allow_sampling)
+        self.sampling = SamplingParams(max_new_tokens=50, stop_ids=processor.stop_ids)
+
+    def session(self):
+        state = RolloutState(PROBLEM, 7, session="s")
+        first_calls = FirstCalls(self.client, 1, 0.0)
+        return AgentSession(state, self.sampling, self.client, self.limits, first_calls)
+
+    @asynccontextmanager
+    async def __call__(self):
+        self.endpoint = Endpoint()
+        await self.endpoint.start()
+        self.opened = self.session()
+        self.key = self.endpoint.open(self.opened)
+        client = openai.AsyncOpenAI(
+            base_url=self.endpoint.url, api_key=self.key, max_retries=0, timeout=20
+        )
+        try:
+            async with client:
+                yield client
+        finally:
+            await self.opened.close()
+            self.endpoint.close()
+            await self.endpoint.wait_closed()
+
+
+def user(text, *images):
+    if not images:
+        return {"role": "user", "content": text}
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(image)}} for image in images]
+    return {"role": "user", "content": [{"type": "text", "text": text}, *parts]}
+
+
+def run(served, talk):
+    async def main():
+        async with served() as client:
+            return await talk(client)
+
+    return asyncio.run(main())
+
+
+def ask(client, messages, **options):
+    return client.chat.completions.create(model="m", messages=messages, **options)
+
+
+def test_a_reply_has_openais_form(processor):
+    async def talk(client):
+        completion = await ask(client, [user("What")], logprobs=True)
+        models = await client.models.list()
+        return completion, models
+
+    completion, models = run(Served(processor, "18"), talk)
+    (choice,) = completion.choices
+    assert choice.message.content == "18" and choice.finish_reason == "stop"
+    assert completion.model == "m" and completion.object == "chat.completion"
+    n = len(choice.logprobs.content)
+    assert completion.usage.completion_tokens == n >= 2 and completion.usage.prompt_tokens > 3
+    assert [t.logprob for t in choice.logprobs.content] == [-1.0 - k - 7 for k in range(n)]
+    assert [model.id for model in models.data] == ["policy"]
+
+
+def test_a_stream_has_the_same_reply_in_pieces(processor):
+    async def talk(client):
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return [chunk async for chunk in await ask(client, [user("What")], **options)]
+
+    chunks = run(Served(processor, "x = 3\nWhat"), talk)
+    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(texts) == "x = 3\nWhat" and len([t for t in texts if t]) == 2
+    assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
+
+
+def test_calls_of_tools_go_there_and_back_without_a_token_encoded_again(tool_processor):
+    async def talk(client):
+        messages = [user("What")]
+        first = await ask(client, messages, tools=TOOLS)
+        message = first.choices[0].message
+        tool = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "6"}
+        messages += [message.model_dump(exclude_none=True), tool]
+        return first, await ask(client, messages, tools=TOOLS)
+
+    served = Served(tool_processor, f"What\n{CALL}", "18")
+    first, second = run(served, talk)
+    (call,) = first.choices[0].message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 3}
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert first.choices[0].message.content == "What" and second.choices[0].message.content == "18"
+    state = served.opened.state
+    assert len(state.sequences) == 1 and len(state.turns) == 2
+    asked, asked_again = (request.ids for request in served.engine.requests)
+    # The second prompt begins with the first one and its very answer.
+    answer = state.sequences[0].ids[state.turns[0].start : state.turns[0].end]
+    begin = np.concatenate([asked, answer])
+    assert np.array_equal(asked_again[: len(begin)], begin)
+    assert '"name": "add"' in tool_processor.tokenizer.decode(asked)
+
+
+def test_a_tool_may_be_required(tool_processor):
+    async def talk(client):
+        required = await ask(client, [user("What")], tools=TOOLS, tool_choice="required")
+        named = {"type": "function", "function": {"name": "add"}}
+        return required, await ask(client, [user("x")], tools=TOOLS, tool_choice=named)
+
+    rest = '{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+    served = Served(tool_processor, rest, rest.partition('"arguments": ')[2])
+    for completion in run(served, talk):
+        (call,) = completion.choices[0].message.tool_calls
+        assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 3}
+    # What the reply was made to begin with carries no loss.
+    for sequence, turn in zip(
+        served.opened.state.sequences, served.opened.state.turns, strict=True
+    ):
+        begin = tool_processor.tokenizer.decode(sequence.ids[: turn.start])
+        assert "<tool_call>" in begin[-70:] and not sequence.loss_mask[: turn.start].any()
+
+
+def test_tools_that_the_template_does_not_show_are_refused(processor):
+    async def talk(client):
+        with pytest.raises(openai.BadRequestError, match="does not show tools; describe them"):
+            await ask(client, [user("What")], tools=TOOLS)
+
+    run(Served(processor), talk)
+
+
+def test_broken_calls_and_choice_none_leave_text(tool_processor):
+    async def talk(client):
+        broken = await ask(client, [user("What")], tools=TOOLS)
+        return broken, await ask(client, [user("x")], tools=TOOLS, tool_choice="none")
+
+    for completion in run(Served(tool_processor, '<tool_call>{"name": </tool_call>', CALL), talk):
+        message = completion.choices[0].message
+        assert message.tool_calls is None and "<tool_call>" in message.content
+
+
+def test_an_answer_ends_at_a_stop_text_and_only_its_tokens_are_kept(processor):
+    async def talk(client):
+        first = await ask(client, [user("What")], stop=[" = ", "never"])
+        message = first.choices[0].message.model_dump(exclude_none=True)
+        return first, await ask(client, [user("What"), message, user("x")])
+
+    served = Served(processor, "x = 3 and more", "18")
+    first, _ = run(served, talk)
+    assert first.choices[0].message.content == "x" and first.choices[0].finish_reason == "stop"
+    state = served.opened.state
+    turn = state.turns[0]
+    text = processor.tokenizer.decode(state.sequences[0].ids[turn.start : turn.end])
+    assert " = " in text and "and" not in text
+    assert len(state.sequences) == 1  # the second call continues exactly that
+
+
+def test_a_branch_shares_what_it_shares(processor):
+    async def talk(client):
+        start = [user("What", SHOWN)]
+        first = await ask(client, start)
+        reply = first.choices[0].message.model_dump(exclude_none=True)
+        await ask(client, [*start, reply, user("a")])
+        await ask(client, [*start, reply, user("b")])  # another continuation
+        await ask(client, start)  # a retry
+        await ask(client, [user("other"), reply, user("a")])  # a history of its own
+
+    served = Served(processor, "18")
+    run(served, talk)
+    state = served.opened.state
+    assert [turn.sequence for turn in state.turns] == [0, 0, 1, 2, 3]
+    # Of the second branch only its own answer is trained on.
+    masks = [int(sequence.loss_mask.sum()) for sequence in state.sequences]
+    answer = state.turns[0].end - state.turns[0].start
+    assert masks == [2 * answer, answer, answer, answer]
+    metrics = served.opened.metrics
+    assert metrics["agent/calls"] == 5 and metrics["agent/branches"] == 3
+    assert metrics["agent/resumed_share"] == 2 / 4
+    assert metrics["agent/foreign_assistant_tokens"] == answer - 1  # without the end token
+    # Each answer has a random stream of its own; the first two are those of an environment.
+    seeds = [request.seeds[0] for request in served.engine.requests]
+    assert seeds[0] == 7 and len(set(seeds)) == 5
+    sessions = [request.sessions[0] for request in served.engine.requests]
+    assert sessions[:2] == ["s", "s"] and len(set(sessions[1:])) == 4
+    assert set(served.engine.ended) == set(sessions)
+    image_token_id = processor.image_token_id
+    assert state.distinct_tokens == distinct_tokens(state.sequences, image_token_id)
+
+
+def test_an_image_is_decoded_once_however_often_it_is_sent(processor, monkeypatch):
+    decoded = []
+
+    def counted(url, **options):
+        decoded.append(url)
+        return to_image_ref(url, **options)
+
+    monkeypatch.setattr(chat, "to_image_ref", counted)
+
+    async def talk(client):
+        messages = [user("What", encoded(picture(48, 32, 1)))]
+        for _ in range(4):
+            completion = await ask(client, messages)
+            reply = completion.choices[0].message.model_dump(exclude_none=True)
+            messages += [reply, user("Sure?")]
+
+    served = Served(processor, "18")
+    run(served, talk)
+    (sequence,) = served.opened.state.sequences
+    assert len(decoded) == len(sequence.images) == 1
+
+
+def test_an_image_that_was_encoded_again_is_another_image_and_counted(processor):
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(SHOWN.data)).save(buffer, "PNG", compress_level=0)
+    again = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+    async def talk(client):
+        part = {"type": "image_url", "image_url": {"url": again}}
+        await ask(client, [user("What", SHOWN)])
+        await ask(client, [{"role": "user", "content": [part]}])
+
+    served = Served(processor, "18")
+    run(served, talk)
+    assert served.opened.metrics["agent/reencoded_images"] == 1
+    hashes = [image.hash for s in served.opened.state.sequences for image, _ in s.images]
+    assert len(set(hashes)) == 2
+
+
+REFUSED = [
+    ({"n": 2}, "n: 2 is not supported"),
+    ({"temperature": 0.3}, "temperature: 0.3 is not the run's 1.0"),
+    ({"top_p": 0.3}, "top_p: 0.3 is not the run's"),
+    ({"max_tokens": 0}, "max_tokens: 0 must be at least 1"),
+    ({"seed": 3}, "seed: this parameter is not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format: "),
+    ({"tool_choice": "required"}, "tool_choice: 'required' is none of"),
+    ({"tools": [{"type": "function"}]}, r"tools\[0\]: "),
+    ({"messages": []}, "messages: a list with at least one"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: .* has no role of"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "the last one is the assistant's"),
+    ({"messages": [user("x"), {"role": "user"}]}, r"messages\[1\]: the content None is neither"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "a part of type 'input_audio'",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/x"}}
+                    ],
+                }
+            ]
+        },
+        "is no data URI; nothing is fetched",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+                }
+            ]
+        },
+        "is no data URI",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
+def test_what_can_not_be_done_exactly_is_refused_with_openais_error(processor, options, reason):
+    async def talk(client):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            await ask(client, **({"messages": [user("What")]} | options))
+        return await ask(client, [user("What")])
+
+    served = Served(processor, "18")
+    assert run(served, talk).choices[0].message.content == "18"
+    assert len(served.opened.state.turns) == 1
+
+
+def test_a_run_may_let_agents_choose_their_sampling(processor):
+    served = Served(processor, "18", allow_sampling=True)
+    run(served, lambda client: ask(client, [user("What")], temperature=0.3, max_tokens=9))
+    (request,) = served.engine.requests
+    assert request.sampling.temperature == 0.3 and request.sampling.max_new_tokens == 9
+
+
+def huge_png():
+    """A header that declares 40,000 × 40,000 pixels: 4.8 GB as RGB."""
+    body = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + body
+    header = struct.pack(">I", len(body)) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    data = b"\x89PNG\r\n\x1a\n" + header
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def test_strangers_and_excess_are_refused(processor, monkeypatch):
+    monkeypatch.setattr(room, "MAX_BODY", 2**20)
+
+    async def talk(client):
+        url = served.endpoint.url
+        body = {"model": "m", "messages": [user("What")]}
+        statuses = {}
+        async with httpx.AsyncClient(timeout=20) as http:
+
+            async def status(name, path="/chat/completions", key=served.key, **options):
+                headers = {"authorization": f"Bearer {key}"} | options.pop("headers", {})
+                options = {"json": body} | options
+                response = await http.post(url + path, headers=headers, **options)
+                statuses[name] = response.status_code
+                return response
+
+            await status("ours")
+            await status("a wrong key", key="rlinf-0")
+            await status("no key", headers={"authorization": ""})
+            other = served.session()
+            other_key = served.endpoint.open(other)
+            await status("another trajectory's", key=other_key)
+            served.endpoint.end(other_key)
+            await status("a key after its end", key=other_key)
+            await status("a path outside", path="/../../etc/passwd")
+            await status("another host", headers={"host": "evil.example"})
+            await status("no JSON", content=b"{", json=None)
+            await status("too much", content=b" " * (2**20 + 1), json=None)
+            await status("deep JSON", content=b"[" * 100_000, json=None)
+            part = {"type": "image_url", "image_url": {"url": huge_png()}}
+            huge = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+            statuses["a huge image"] = (
+                await http.post(
+                    f"{url}/chat/completions",
+                    json=huge,
+                    headers={"authorization": f"Bearer {served.key}"},
+                )
+            ).status_code
+            try:
+                await status("headers of 1 MB", headers={"x": "y" * 2**20})
+            except httpx.HTTPError:
+                statuses["headers of 1 MB"] = "closed"
+            statuses["health"] = (await http.get(url.removesuffix("/v1") + "/health")).status_code
+            statuses["models"] = (await http.get(url + "/models")).status_code
+            await status("ours again")
+            assert len(other.state.turns) == 1
+        return statuses
+
+    served = Served(processor, "18")
+    statuses = run(served, talk)
+    assert statuses == {
+        "ours": 200,
+        "a wrong key": 401,
+        "no key": 401,
+        "another trajectory's": 200,
+        "a key after its end": 401,
+        "a path outside": 404,
+        "another host": 400,
+        "no JSON": 400,
+        "too much": 413,
+        "deep JSON": 400,
+        "a huge image": 400,
+        "headers of 1 MB": statuses["headers of 1 MB"],
+        "health": 200,
+        "models": 401,
+        "ours again": 200,
+    }
+    assert statuses["headers of 1 MB"] in (400, 431, "closed")
+    assert len(served.opened.state.turns) == 2
+
+
+def test_it_listens_on_this_machine_only(processor):
+    async def talk(client):
+        port = int(served.endpoint.url.rpartition(":")[2].partition("/")[0])
+        own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+        for address in own - {"127.0.0.1", "::1"}:
+            with socket.socket() as probe:
+                probe.settimeout(1)
+                assert probe.connect_ex((address, port)) != 0 or address.startswith("127.")
+        return await ask(client, [user("What")])
+
+    served = Served(processor, "18")
+    run(served, talk)
+    assert served.endpoint.url.startswith("http://127.0.0.1:")
+
+
+def test_an_engine_that_dies_ends_the_trajectory(processor):
+    async def talk(client):
+        with pytest.raises(openai.InternalServerError, match="engine"):
+            await ask(client, [user("What")])
+
+    served = Served(processor, RuntimeError("out of memory"))
+    run(served, talk)
+    assert "out of memory" in str(served.opened.failure.exception())

@@ -1,0 +1,217 @@
+"""Processes for users' code: crashes, calls that never return, and what is left of them."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import psutil
+import pytest
+
+from rlinf_vl.rewards import GradingError
+from rlinf_vl.rollout import user_process
+from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
+from rlinf_vl.rollout.faults import FaultLog, UserCodeError
+from rlinf_vl.rollout.user_process import ProcessDied, UserProcess, UserProcessPool
+
+TIMEOUT_S = 20.0
+#: Seconds after which something will not happen any more.
+LONG_S = 60.0
+
+
+class Wild:
+    """Users' code of every kind."""
+
+    def __init__(self, timeout_s=TIMEOUT_S):
+        self._executor = ThreadExecutor(timeout_s)
+
+    @property
+    def hung(self):
+        return self._executor.hung
+
+    async def pid(self):
+        return os.getpid()
+
+    async def wait(self, seconds):
+        await asyncio.sleep(seconds)
+        return seconds
+
+    async def sleep_in_thread(self, seconds):
+        await self._executor.call(partial(time.sleep, seconds), lambda call: None)
+
+    async def abort(self):
+        os.kill(os.getpid(), signal.SIGABRT)
+
+    async def hold_interpreter(self):
+        # A C call that keeps Python's lock: no timer in this process will ever fire.
+        ctypes.PyDLL(None).sleep(600)
+
+    async def fail(self):
+        raise KeyError("mine")
+
+    async def no_verdict(self):
+        raise GradingError("too long")
+
+    async def unpicklable(self):
+        return lambda: None
+
+
+@pytest.fixture
+def stuck_s(monkeypatch):
+    monkeypatch.setattr(user_process, "STUCK_S", 1.0)
+
+
+def run(test, timeout_s=TIMEOUT_S, size=1):
+    """Run `test(pool)` in an event loop; nothing of the pool may be left."""
+
+    before = {process.pid for process in psutil.Process().children()}
+
+    async def main():
+        pool = UserProcessPool(partial(Wild, timeout_s), timeout_s, size)
+        try:
+            return await test(pool)
+        finally:
+            pool.close()
+
+    result = asyncio.run(main())
+    left = [process for process in psutil.Process().children() if process.pid not in before]
+    assert left == []
+    return result
+
+
+def test_calls_run_at_once_in_another_process():
+    async def test(pool):
+        start = time.monotonic()
+        await asyncio.gather(*(pool.call("wait", 1.0) for _ in range(20)))
+        assert time.monotonic() - start < 15
+        pids = await asyncio.gather(*(pool.call("pid") for _ in range(8)))
+        assert len(set(pids)) == 2 and os.getpid() not in pids
+        assert pool.hung == 0
+
+    run(test, size=2)
+
+
+def test_a_crash_ends_its_process_and_the_next_call_has_a_new_one():
+    async def test(pool):
+        first = await pool.call("pid")
+        waiting = asyncio.ensure_future(pool.call("wait", LONG_S))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ProcessDied, match="SIGABRT in 2 calls"):
+            await pool.call("abort")
+        with pytest.raises(ProcessDied, match="SIGABRT"):
+            await waiting
+        assert await pool.call("pid") != first
+
+    run(test)
+
+
+def test_a_call_that_holds_the_interpreter_costs_its_process(stuck_s):
+    async def test(pool):
+        # While it is being found out, a further call may still go to the lost process.
+        with pytest.raises(CallTimeout):
+            await pool.call("hold_interpreter")
+        for _ in range(100):
+            try:
+                return await pool.call("pid")
+            except (ProcessDied, CallTimeout):
+                await asyncio.sleep(0.1)
+        raise AssertionError("no new process")
+
+    assert run(test, timeout_s=1.0) > 0
+
+
+def test_a_call_that_is_given_up_finds_a_stuck_process_too(stuck_s):
+    async def test(pool):
+        call = asyncio.ensure_future(pool.call("hold_interpreter"))
+        await asyncio.sleep(1.0)
+        waiting = asyncio.ensure_future(pool.call("wait", 0.0))
+        call.cancel()
+        with pytest.raises(ProcessDied, match="SIGKILL"):
+            await waiting
+
+    run(test, timeout_s=LONG_S)
+
+
+def test_where_calls_hang_new_ones_go_to_another_process(monkeypatch):
+    monkeypatch.setattr(user_process, "MOST_HUNG", 2)
+
+    async def test(pool):
+        first = await pool.call("pid")
+        busy = asyncio.ensure_future(pool.call("wait", 3.0))
+        hanging = [pool.call("sleep_in_thread", 600.0) for _ in range(2)]
+        errors = await asyncio.gather(*hanging, return_exceptions=True)
+        assert all(isinstance(error, CallTimeout) for error in errors), errors
+        assert pool.hung == 2
+        assert await pool.call("pid") != first
+        assert await busy == 3.0, "calls of the old process come to their end"
+        assert pool.hung == 0, "then it is ended, and its threads with it"
+
+    async def main():
+        # The process limits its calls itself, earlier than the pool.
+        pool = UserProcessPool(partial(Wild, 1.0), 10.0, 1)
+        try:
+            await test(pool)
+        finally:
+            pool.close()
+
+    asyncio.run(main())
+
+
+def test_errors_come_with_the_lines_of_the_users_code(caplog):
+    async def test(pool):
+        with pytest.raises(UserCodeError) as raised:
+            await pool.call("fail")
+        with pytest.raises(GradingError, match="too long"):
+            await pool.call("no_verdict")
+        with pytest.raises(UserCodeError, match="pickle"):
+            await pool.call("unpicklable")
+        return raised.value
+
+    error = run(test)
+    assert str(error) == "KeyError: 'mine'"
+    with caplog.at_level(logging.WARNING):
+        FaultLog(lambda text: True).add("row", error)
+    assert (
+        'raise KeyError("mine")' in caplog.text and "KeyError: 'mine' (logged once)" in caplog.text
+    )
+
+
+def test_it_ends_with_the_process_that_started_it():
+    code = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from test_user_process import Wild
+from rlinf_vl.rollout.user_process import UserProcess
+async def main():
+    process = UserProcess(Wild, 60.0)
+    print(await process.call("pid"), flush=True)
+    await process.call("wait", 600.0)
+asyncio.run(main())
+"""
+    folder = os.path.dirname(__file__)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, folder],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path])},
+    )
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    child.wait(LONG_S)
+
+
+def test_a_process_that_does_not_start_is_an_error_of_its_calls():
+    async def main():
+        process = UserProcess(partial(Wild, no_such_keyword=1), TIMEOUT_S)
+        with pytest.raises(ProcessDied, match="exit code 1"):
+            await process.call("pid")
+        assert not process.is_usable
+
+    asyncio.run(main())
