@@ -29,7 +29,7 @@ def pretended_gpus():
         for name, value in environment.items():
             m.setenv(name, value)
         m.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        ray.init(num_cpus=8, num_gpus=8, include_dashboard=False)
+        ray.init("local", num_cpus=8, num_gpus=8, include_dashboard=False)
         yield
         ray.shutdown()
 

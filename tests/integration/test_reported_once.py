@@ -62,7 +62,7 @@ class Worker:
 
 @pytest.fixture
 def workers(tmp_path):
-    ray.init(num_cpus=2, include_dashboard=False, namespace="reported-once")
+    ray.init("local", num_cpus=2, include_dashboard=False, namespace="reported-once")
     environment_file, reward_file = str(tmp_path / "env.py"), str(tmp_path / "reward.py")
     (tmp_path / "reward.py").write_text(REWARD)
     yield [

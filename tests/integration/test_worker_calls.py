@@ -77,7 +77,11 @@ class Rank(RolloutRank):
 @pytest.fixture(scope="module", autouse=True)
 def _ray():
     ray.init(
-        num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False
+        "local",
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
     )
     yield
     ray.shutdown()
