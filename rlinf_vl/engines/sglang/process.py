@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds within which killed processes must be gone.
 KILL_TIMEOUT_S = 20.0
+#: Seconds within which the loop must end when the engine is closed.
+CLOSE_TIMEOUT_S = 20.0
 #: Seconds between checks of the engine's processes.
 WATCH_INTERVAL_S = 0.5
 
@@ -112,8 +114,12 @@ class Host:
         """
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+            self._thread.join(CLOSE_TIMEOUT_S)
         self.processes.kill()
+        # A loop that something in SGLang blocks must not hold up its owner: the processes, which
+        # have the memory, are gone.
+        if self._thread.is_alive():
+            log.error("the loop of the SGLang engine did not end within %g s", CLOSE_TIMEOUT_S)
         remove_abandoned()
 
     async def _or_end(

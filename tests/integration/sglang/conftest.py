@@ -1,7 +1,11 @@
 """One real SGLang engine for the whole folder, and one at a time for each further family: starting one takes a quarter of a
-minute, and a gigabyte per process."""
+minute, and a gigabyte per process. One that no longer answers is replaced, so that its death is one test's failure."""
 
 import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,17 +30,44 @@ def toy(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def running(toy):
+def live_engine(toy):
+    """Returns an engine that answers: the one at hand, or a new one."""
+    engines = []
+
+    def get():
+        if engines and not engines[-1].alive():
+            print_stacks(engines[-1].host.processes.pids)
+            engines.pop().close()
+        if not engines:
+            engines.append(engine_of(toy))
+        return engines[-1]
+
+    yield get
+    for engine in engines:
+        engine.close()
+
+
+def print_stacks(pids: list[int]) -> None:
+    """Print where the processes of an engine stand that does not answer."""
+    py_spy = Path(sys.executable).with_name("py-spy")
+    for pid in pids:
+        done = subprocess.run(
+            [py_spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60
+        )
+        print(f"stacks of process {pid} of an engine that does not answer:\n", done.stdout)
+        print(done.stderr)
+
+
+@pytest.fixture
+def running(live_engine: Callable):
     """The engine. A test that changes its weights puts the toy's own back (fixture `engine`)."""
-    engine = engine_of(toy)
-    yield engine
-    engine.close()
+    return live_engine()
 
 
 @pytest.fixture
 def engine(running, toy):
     yield running
-    if running.version and running.host.end is None:
+    if running.version and running.alive():
         running.load_weights([toy.weights()], version=0)
 
 
@@ -49,5 +80,5 @@ def endless(running, toy, monkeypatch):
     bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), BAN)
     monkeypatch.setattr(running.requests, "bans", bans)
     yield
-    if running.host.end is None:
+    if running.alive():
         running.resume()

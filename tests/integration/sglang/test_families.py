@@ -78,7 +78,7 @@ def write_member(family, path):
 def member(request, tmp_path_factory):
     """A checkpoint, and the engine on it: of qwen3_vl those of the whole folder."""
     if request.param not in SIZES:
-        yield request.getfixturevalue("toy"), request.getfixturevalue("running")
+        yield request.getfixturevalue("toy"), request.getfixturevalue("live_engine")()
         return
     family = family_of(request.param)
     made = Toy(

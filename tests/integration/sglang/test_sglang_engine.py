@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 import time
 
 import numpy as np
@@ -17,6 +18,7 @@ from sglang_toy import drawing
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.engines.make import warm_up
+from rlinf_vl.engines.sglang import process
 from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.engines.sglang.settings import Settings
 from rlinf_vl.engines.sglang.shared_memory import FOLDER, LOADS, open_files
@@ -408,8 +410,10 @@ def test_a_stopped_scheduler_is_not_alive(running):
     assert running.alive()
 
 
-def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(running, toy, endless):
-    """The last test: the engine does not survive it."""
+def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(
+    running, toy, endless, monkeypatch
+):
+    """The last test: the engine does not survive it. Its loop is blocked when it is closed."""
     pids = running.host.processes.pids
     futures = running.submit([toy.request(1, 8, seed=s, max_new_tokens=450) for s in range(8)])
     drawing(running, 4)
@@ -428,7 +432,12 @@ def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(runni
     ):
         with pytest.raises(EngineDied):
             use()
+    blocked, start = threading.Event(), time.monotonic()
+    monkeypatch.setattr(process, "CLOSE_TIMEOUT_S", 1.0)
+    running.host.loop.call_soon_threadsafe(blocked.wait)
     running.close()
+    assert time.monotonic() - start < 60
+    blocked.set()
     mine = [path.name for path in FOLDER.glob(f"{LOADS}*") if path.name in open_files(os.getpid())]
     assert mine == [], "closed, an engine leaves its file of load figures"
     assert not any(psutil.pid_exists(pid) for pid in pids)
