@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools and runs the tests. Arguments go to pytest:
 #   bash tests/run.sh tests/unit -k algo
-# Without any, the quick tests run, about 10 minutes on two cores. With --all first, the slow ones run, too. Both use as many
-# processes as there are cores (four at most): whole runs first, the longest, unit tests last.
+# Without any, the quick tests run, about 12 minutes on two cores. With --all first, the slow ones run, too. Both use one process
+# more than there are cores (four at most), since whole runs also wait: whole runs first, the longest, unit tests last.
 # With --sglang first: the environment that has SGLang (11 GB), and the tests that need it or its torch; without, those that need
 # it are skipped.
 set -euo pipefail
@@ -10,7 +10,7 @@ set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv" with=() tests=()
 cores="$(getconf _NPROCESSORS_ONLN)"
-parallel=(-n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder)
+parallel=(-n "$((cores < 4 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder)
 if [[ "${1:-}" == --sglang ]]; then
     shift
     venv="$root/.venv-sglang" with=(--sglang) tests=(tests/integration/sglang tests/e2e/test_sglang_run.py)

@@ -252,6 +252,7 @@ def test_a_run_across_both_hosts(cluster, second, tmp_path):
     assert all(row["actor/rollout_train_abs_diff_max"] <= 2e-4 for row in rows[-2:])
 
 
+@pytest.mark.slow
 def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local):
     joining = (
         "from rlinf_vl.config.load import load_config; from rlinf_vl.runtime import launch\n"
@@ -266,6 +267,7 @@ def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local)
 # --- the end of one, and the next -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
     """By addresses this time, the token from the environment; and a stranger's Ray on the machine is left alone."""
     head, other = cluster
@@ -308,6 +310,9 @@ def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
 
 
 def test_stopping_the_head_takes_its_file_away(hosts, head_file):
+    # The tests before may have left their cluster running, or ended it.
+    for host in hosts[::-1]:
+        host.run(*script("stop_ray.sh"))
     hosts[0].start(RAY_HEAD_FILE=str(head_file))
     assert head_file.read_text() == f"{hosts[0].ip}:{PORT}\n"
     hosts[0].run(*script("stop_ray.sh"))

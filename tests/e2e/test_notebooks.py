@@ -49,6 +49,7 @@ def warned(book) -> str:
     )
 
 
+@pytest.mark.slow
 def test_rows_and_a_reward_of_a_notebook_and_an_interrupt(tmp_path):
     kernel = Kernel("train", tmp_path)
     with kernel.client.setup_kernel():

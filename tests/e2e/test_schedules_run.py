@@ -116,6 +116,7 @@ def one_step_off(tmp_path_factory) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_one_step_off_trains_on_the_weights_of_the_step_before(one_step_off):
     """With its default bound every group of a step is from the weights of the step before that."""
     check_ledger(one_step_off.folder)

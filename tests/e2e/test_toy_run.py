@@ -132,6 +132,7 @@ def test_trajectories_are_what_was_sampled_and_trained_on(run):
     assert (folder / "report.html").stat().st_size > 100_000
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_its_checkpoint_finds_what_the_run_found(run, tmp_path):
     """The first sample of a problem is drawn as a validation draws it."""
     command = [
@@ -212,6 +213,7 @@ def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
     assert not unusual, "whoever may read other files may read those of a run and of an export"
 
 
+@pytest.mark.slow
 def test_resume_auto_goes_on_where_it_stopped(run):
     before = metrics(run)
     output = train(
@@ -253,7 +255,7 @@ def test_real_geometry_runs_through(tmp_path, geo3k_dir):
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
 
 
-@pytest.mark.quick("ray::RolloutRank")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment, number", [("ray::", signal.SIGTERM), ("ray::RolloutRank", signal.SIGINT)]
 )

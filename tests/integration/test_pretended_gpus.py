@@ -32,6 +32,7 @@ def settled(monkeypatch, size: int, *overrides: str):
     return config
 
 
+@pytest.mark.slow
 def test_auto_is_what_the_ledger_leaves(monkeypatch):
     size = int(79.1 * GIB)
     config = settled(monkeypatch, size)
@@ -45,6 +46,7 @@ def test_auto_is_what_the_ledger_leaves(monkeypatch):
     assert split.rollout.gpu_memory_utilization == 0.85
 
 
+@pytest.mark.slow
 def test_auto_without_room_is_refused_and_a_number_is_the_users(monkeypatch, caplog):
     with pytest.raises(ConfigError, match=r"GiB on a GPU \(collocated\)"):
         settled(monkeypatch, 10 * GIB)

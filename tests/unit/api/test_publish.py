@@ -94,6 +94,7 @@ def run(tmp_path_factory, toy_folder):
     return folder, run_of(folder, toy_folder)
 
 
+@pytest.mark.slow
 def test_what_is_pushed_is_what_transformers_loads_from_there(run, hub, tmp_path):
     folder, weights = run
     said = export(

@@ -82,6 +82,7 @@ def overrides_in(line: str) -> list[str]:
     ],
     ids=["one", "offload", "four", "budget", "share", "small-share"],
 )
+@pytest.mark.quick("one", "share")
 def test_advice_fits_when_it_is_done_and_none_of_it_can_be_left_out(shallow, overrides, on):
     before = made(shallow, *overrides, on=on)
     line, *_ = advise(before, Model(before.config))

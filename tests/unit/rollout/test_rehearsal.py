@@ -122,6 +122,7 @@ def test_a_sound_config_is_ready_in_one_line(prepared, capsys):
         ("fails", "KeyError: 'key'"),
     ],
 )
+@pytest.mark.quick("fails")
 def test_a_reward_that_always_fails_ends_a_start_and_takes_no_name(prepared, name, reason, capfd):
     functions = f"reward.functions=[{{function: mine.py:{name}}}]"
     assert main(["train", "toy-grpo-cpu", *prepared, functions]) == 2
@@ -134,6 +135,7 @@ def test_a_reward_that_always_fails_ends_a_start_and_takes_no_name(prepared, nam
     assert not [path for path in Path("out").glob("*") if path.is_dir()]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_on_some_answers_or_pays_all_is_told(prepared):
     (warning,) = rehearsed(
         prepared, "reward.functions=[{function: mine.py:fails_on_words}]"

@@ -138,6 +138,7 @@ class Tree:
         return self.run(self.venv / "bin/python", "-c", code, name).strip() or None
 
 
+@pytest.mark.slow
 def test_what_another_pip_moved_is_told_and_put_back_and_no_broken_torchvision_stays(tmp_path):
     tree = Tree(tmp_path)
     fitting = f"0.{int(TORCH.split('.')[1]) + 15}.0"

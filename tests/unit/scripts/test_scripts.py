@@ -331,7 +331,7 @@ WITH_SGLANG = (
 )
 
 
-PROCESSES = str(min(os.sysconf("SC_NPROCESSORS_ONLN"), 4))
+PROCESSES = str(min(os.sysconf("SC_NPROCESSORS_ONLN") + 1, 4))
 ALL = (
     *LIGHT[:2],
     [*LIGHT[2], "-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder"],
