@@ -8,6 +8,7 @@ The moves and pictures are those of the environment `maze`, so that the curve is
 import base64
 import io
 
+from openai import BadRequestError
 from PIL import Image
 
 from rlinf_vl.agents import AgentResult
@@ -33,12 +34,16 @@ def shown(message) -> dict:
 async def solve(task, client) -> AgentResult:
     maze = Maze(reward_max=1.0, reward_min=0.0, seed=task.seed)
     messages = [shown(message) for message in maze.start(task.problem)]
+    reward, correct, metrics = 0.0, False, {}
     while True:
-        completion = await client.chat.completions.create(model="policy", messages=messages)
+        try:
+            completion = await client.chat.completions.create(model="policy", messages=messages)
+        except BadRequestError:  # the trajectory is at its limit of calls or tokens
+            break
         reply = completion.choices[0].message.content
         step = maze.step(reply)
+        reward, correct, metrics = step.reward, step.info["correct"], step.info["metrics"]
         if step.done:
             break
         messages += [{"role": "assistant", "content": reply}, *map(shown, step.messages)]
-    info = step.info
-    return AgentResult(step.reward, correct=info["correct"], metrics=info["metrics"])
+    return AgentResult(reward, correct=correct, metrics=metrics)

@@ -141,6 +141,10 @@ class Endpoint:
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=names)
         return Starlette(routes=routes, middleware=[hosts])
 
+    def refuse(self, error: ChatError) -> Any:
+        """Return the HTTP response to a request that is refused."""
+        return _response(error.as_json(), error.status)
+
     async def _health(self, request: Any) -> Any:
         return _response({"status": "ok"})
 
@@ -148,7 +152,7 @@ class Endpoint:
         try:
             self._session_of(request)
         except ChatError as error:
-            return _response(error.as_json(), error.status)
+            return self.refuse(error)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rlinf_vl"}
         return _response({"object": "list", "data": [model]})
 
@@ -164,11 +168,10 @@ class Endpoint:
                 chat = await asyncio.to_thread(_parsed, body, session.images)
             reply = await session.complete(chat)
         except ChatError as error:
-            return _response(error.as_json(), error.status)
+            return self.refuse(error)
         except Exception:  # a fault of ours must not be taken for the agent's
             log.exception("a call of an agent failed")
-            error = ChatError("the server failed; its log has the error", 500)
-            return _response(error.as_json(), error.status)
+            return self.refuse(ChatError("the server failed; its log has the error", 500))
         if chat.stream:
             return StreamingResponse(_events(chat, reply), media_type="text/event-stream")
         return _response(completion_json(chat, reply))

@@ -29,7 +29,7 @@ KINDS = {
     ),
     "agent": Kind(
         "agent.py.jinja",
-        "use it:  rlinf-vl train toy-grpo-cpu rollout.agent.function={path}:{name}",
+        "try it:  rlinf-vl check-env {path}:{name}\nuse it:  rlinf-vl train toy-grpo-cpu rollout.agent.function={path}:{name}",
     ),
     "reward": Kind(
         "reward.py.jinja",

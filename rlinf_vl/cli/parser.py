@@ -225,12 +225,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # Check code, data and machines before a run.
     argument = verb(
         "check-env",
-        "play an environment with random and hostile answers; say what breaks its contract",
+        "play an environment or an agent with random and hostile answers; say what breaks its contract",
     )
     argument(
         "env_class",
         metavar="NAME",
-        help="as rollout.env_class: a name, module:Class or path/to/file.py:Class",
+        help="as rollout.env_class (a name, module:Class or path/to/file.py:Class), or as "
+        "rollout.agent.function (path/to/file.py:function)",
     )
     argument(
         "overrides",
@@ -238,13 +239,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="key=value",
         help="keywords of its constructor; data.* for --data",
     )
+    argument(
+        "--agent",
+        action="store_true",
+        help="NAME is an agent; it may be a command, such as 'python my_agent.py'",
+    )
     argument("--data", metavar="FILE", help="rows to start it with, as in data.train_data_paths")
     argument(
         "--time-limit",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="for one call (default 60)",
+        help="for one call of an environment, or for one agent (default 60)",
     )
 
     argument = verb(

@@ -8,7 +8,6 @@ import inspect
 import random
 import statistics
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from rlinf_vl.envs.registry import keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rollout.check_arguments import FORM_KEYS, parsed_overrides, problems_of
+from rlinf_vl.rollout.check_findings import Findings
 from rlinf_vl.rollout.check_policies import policies_for
 from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
 from rlinf_vl.rollout.observation import observe, plain_result
@@ -66,17 +66,14 @@ class ToolCount:
             self.last_error = shorten(str(error), 200)
 
 
-@dataclass
-class Check:
+@dataclass(kw_only=True)
+class Check(Findings):
     """The check of one environment: its calls, and the findings of all episodes.
 
     Attributes:
         make: makes the environment.
-        file: the file of its class, to report the lines of its errors.
         limit_s: limit on each call, in seconds.
-        problems: what breaks the contract, by kind: a sentence, and the calls in which it did.
         hung: the number of calls that hung.
-        notes: remarks that are no problems.
         turns, rewards: of each episode that was played to its end.
         endings: the number of episodes by whether they were done within `MAX_TURNS`.
         images: the number of images by size.
@@ -87,11 +84,8 @@ class Check:
     """
 
     make: EnvMaker
-    file: str
     limit_s: float
-    problems: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
     hung: int = 0
-    notes: list[str] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     endings: Counter[bool] = field(default_factory=Counter)
@@ -312,23 +306,10 @@ class Check:
             except Exception as error:
                 self.add_error(f"close() {case}", error)
 
-    def add_problem(self, problem: str, where: str = "", kind: str = "") -> None:
-        """Record what breaks the contract, once per kind (by default the sentence itself)."""
-        self.problems.setdefault(kind or problem, (problem, []))[1].append(where)
-
     def add_error(self, where: str, error: Exception) -> None:
         """Record an error as a problem, with the line of the environment's file that raised it."""
         if not isinstance(error, Hung):
-            frames = traceback.extract_tb(error.__traceback__)
-            frame = next(
-                (frame for frame in reversed(frames) if frame.filename == self.file), frames[-1]
-            )
-            raised = f"{type(error).__name__}: {shorten(str(error), 200)}"
-            method = where.partition(" with ")[0] or "the constructor"
-            line = f"({frame.filename}, line {frame.lineno})"
-            self.add_problem(
-                f"{method} raised {raised} {line}", where, f"{method} {type(error)} {line}"
-            )
+            self.add_raised(where.partition(" with ")[0] or "the constructor", where, error)
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
         """Call a function or coroutine function with the time limit, and return its result.
@@ -377,9 +358,7 @@ class Check:
             yield f"slow: {', '.join(slow)} took over {SLOW_S:g} s; a step of training waits for its slowest episode"
         if not turns:
             yield "no episode was played to its end; if it is made for rows of a data set, give some with --data FILE"
-        for problem, calls in self.problems.values():
-            repeats = f", {len(calls)} times" if len(calls) > 1 else ""
-            yield f"BROKEN: {problem}" + (f" [{calls[0]}{repeats}]" if calls[0] + repeats else "")
+        yield from self.problem_lines()
 
 
 def _texts(message: Any) -> Iterator[str]:
@@ -431,11 +410,10 @@ def main(arguments: argparse.Namespace) -> int:
     except (CodeError, RowError) as error:
         raise ConfigError(str(error)) from error
     make = EnvMaker(arguments.env_class, kwargs, {}, _contains_answer, 1.0, 0.0)
-    check = Check(make, inspect.getfile(env_class), arguments.time_limit)
+    check = Check(file=inspect.getfile(env_class), make=make, limit_s=arguments.time_limit)
     check.play(problems)
     print("\n".join(check.report()))
-    verdict = f"{arguments.env_class} breaks the contract in {len(check.problems)} ways"
-    print(verdict if check.problems else f"{arguments.env_class} holds the contract")
+    print(check.verdict(arguments.env_class))
     return 1 if check.problems else 0
 
 
