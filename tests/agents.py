@@ -135,3 +135,20 @@ def in_a_thread(task, client):
     completion = client.chat.completions.create(model="policy", messages=[ask("What")])
     assert os.getpid()
     return AgentResult(answer=completion.choices[0].message.content)
+
+
+async def branching(task, client):
+    """Three turns, another third one, a conversation of its own, and the first question again."""
+
+    async def call(messages):
+        completion = await client.chat.completions.create(model="policy", messages=messages)
+        return [*messages, completion.choices[0].message.model_dump(exclude_none=True)]
+
+    image = task.problem.images[0]
+    first = await call([ask("What", image)])
+    second = await call([*first, ask("And now")])
+    await call([*second, ask("Sure", image)])
+    await call([*second, ask("Look again")])
+    await call([ask("Add 3 and 4")])
+    await call([ask("What", image)])
+    return 1.0

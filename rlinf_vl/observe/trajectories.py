@@ -180,7 +180,7 @@ class TrajectoryStore:
             "response_mask": mask,
             "rollout_logprobs": arrays.pop("logprobs", None),
             "train_logprobs": train_logprobs,
-            "turns": json.dumps(layout(t, prompt_length, advantages)),
+            "turns": json.dumps(layout(t, prompt_length, advantages) | branches(t, self._image_id)),
             "messages": json.dumps(self._messages(t, list(images)), ensure_ascii=False),
             "images": [self._image_path(image) for image in images.values()],
             "advantage": float(np.mean(advantages)) if advantages else None,
@@ -271,7 +271,8 @@ def layout(
 
     The form is {"sequences": [0, …], "turns": [{"start", "end", "finish_reason", "reward"}, …]}. A
     turn also has "advantage" if it was trained on, "thought" (the end of its thoughts) if it has
-    some, and the facts of `Turn.info` ("tool_calls", "state") if there are any.
+    some, and the facts of `Turn.info` ("tool_calls", "state") if there are any. `branches` adds how
+    several sequences go on from each other.
     """
     starts = np.cumsum([0, *(len(s.ids) - prompt_length for s in t.sequences)])[:-1].tolist()
     turns = []
@@ -283,3 +284,36 @@ def layout(
         turns[-1] |= {} if advantages is None else {"advantage": advantages[number]}
         turns[-1] |= {"thought": turn.start + offset + turn.thought} if turn.thought else {}
     return {"sequences": starts, "turns": turns}
+
+
+def branches(t: Trajectory, image_id: int | None) -> dict[str, list]:
+    """Return which sequence of a trajectory goes on from which, for `layout`; {} if it has one.
+
+    The form is {"branches": [{"parent", "turn", "shared"}, …]}, one for each sequence: the last turn
+    that it goes on from and that turn's sequence, both null for a conversation of its own, and the
+    number of tokens that it shares with an earlier sequence.
+    """
+    if len(t.sequences) < 2:
+        return {}
+    result: list[dict[str, int | None]] = []
+    for number, sequence in enumerate(t.sequences):
+        shared_lengths = [
+            earlier.shared_length(sequence, -1 if image_id is None else image_id)
+            for earlier in t.sequences[:number]
+        ]
+        # Without its end token: what follows may close an answer that was cut in another way.
+        continued = [
+            turn_number
+            for turn_number, turn in enumerate(t.turns)
+            if turn.sequence < number and shared_lengths[turn.sequence] >= turn.end - 1
+        ]
+        # A common beginning alone, such as the same system message, continues no turn.
+        last = max(continued, key=lambda turn_number: t.turns[turn_number].end, default=None)
+        result.append(
+            {
+                "parent": None if last is None else t.turns[last].sequence,
+                "turn": last,
+                "shared": max(shared_lengths, default=0),
+            }
+        )
+    return {"branches": result}

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageDraw
+from unit.observe.branches import make_branches
 from unit.observe.conversations import make_conversations
 from unit.observe.test_report import HOSTILE, make_run
 from whole_run import Run
@@ -752,6 +753,32 @@ def test_a_history_that_was_rewritten_is_folded(browser, tmp_path):
     browser.click(".repeated > summary")
     browser.wait("document.querySelectorAll('.repeated .message').length === 2")
     assert "without its thoughts" in browser.run("document.querySelector('.repeated').innerText")
+    assert browser.problems == []
+
+
+def test_branches_are_a_tree(browser, tmp_path, toy_folder):
+    page = build_report([make_branches(tmp_path / "branches", toy_folder)])
+    browser.open(page)
+    tree = "document.querySelector('.trajectory .branches')"
+    assert browser.run(f"{tree}.querySelector('summary').innerText") == "4 branches"
+    # The second one hangs below the first, whose second turn it goes on from; the others begin anew.
+    tops = browser.run(f"{tree}.querySelectorAll(':scope > ul > li').length")
+    assert (tops, browser.run(f"{tree}.querySelectorAll('li li').length")) == (3, 1)
+    lines = browser.run(f"[...{tree}.querySelectorAll('p')].map((line) => line.innerText)")
+    assert lines[0] == "Branch 1 begins anew"
+    assert re.fullmatch(r"Branch 2 goes on from turn 2, \d+ tokens shared", lines[1])
+    assert [line.startswith("Branch") and "begins anew" in line for line in lines[2:]] == [True] * 2
+    chips = f"[...{tree}.querySelectorAll('.chips')].map((row) => row.querySelectorAll('button').length)"
+    assert browser.run(chips) == [3, 1, 1, 1]
+    browser.click(".branches li li button")
+    focused = "document.activeElement.getAttribute('aria-label')"
+    assert browser.run(focused) == "Turn 4"
+    branch = browser.run("document.activeElement.querySelector('.branch').innerText")
+    assert branch == lines[1]
+    assert browser.run("document.querySelectorAll('.turn').length") == 6
+    browser.open(page, width=390)
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.run(overflow) <= 0
     assert browser.problems == []
 
 

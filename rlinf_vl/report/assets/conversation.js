@@ -58,7 +58,29 @@ function conversation(item, view) {
     places.get(turn).scrollIntoView({ block: "nearest" });
     places.get(turn).focus({ preventScroll: true });
   };
-  return h("div", { class: "conversation" }, filmstrip(item, turns, view, go), holder);
+  return h("div", { class: "conversation" }, branchTree(item, turns, go), filmstrip(item, turns, view, go), holder);
+}
+
+/** The branches of a trajectory, each with its turns, below the turn that it goes on from; null where there is one. */
+function branchTree(item, turns, go) {
+  const { branches } = item.layout;
+  if (branches.length < 2) return null;
+  const children = branches.map(() => []);
+  const roots = [];
+  // A parent comes before its children; anything else is a broken file, and stands by itself.
+  branches.forEach((branch, k) => (Number.isInteger(branch.parent) && branch.parent >= 0 && branch.parent < k ? children[branch.parent] : roots).push(k));
+  const chip = (turn) => h("button", { type: "button", onclick: () => go(turn), title: `Turn ${turn.number}: ${actionOf(item, turn)}, reward ${number(turn.reward)}`,
+    "aria-label": `Turn ${turn.number} of branch ${turn.sequence + 1}` }, h("b", {}, String(turn.number)), " ", actionOf(item, turn), " ", reward(turn));
+  const node = (k) => h("li", {}, h("p", {}, h("b", {}, `Branch ${k + 1}`), h("small", {}, ` ${origin(branches[k])}`)),
+    h("div", { class: "chips" }, turns.filter((turn) => turn.sequence === k && turn.number !== null).map(chip)),
+    children[k].length > 0 && h("ul", {}, children[k].map(node)));
+  return h("details", { class: "branches", open: "" }, h("summary", {}, `${branches.length} branches`), h("ul", {}, roots.map(node)));
+}
+
+/** Where a branch begins, in words. */
+function origin({ turn, shared }) {
+  const tokens = shared > 0 ? `, ${number(shared)} tokens shared` : "";
+  return Number.isInteger(turn) ? `goes on from turn ${turn + 1}${tokens}` : `begins anew${tokens}`;
 }
 
 /** Pictures in order, under each what was done; null where fewer than two turns show one. */
@@ -91,7 +113,7 @@ function tokensText(item, start, end) {
 
 function turnRow(item, turn, view, last) {
   const rewritten = last && last.sequence !== turn.sequence;
-  const repeated = h("details", { class: "repeated" }, h("summary", {}, `The history was rewritten: ${turn.before.length} messages before this one`));
+  const repeated = h("details", { class: "repeated" }, h("summary", {}, item.layout.branches.length ? `${turn.before.length} messages before this one` : `The history was rewritten: ${turn.before.length} messages before this one`));
   repeated.addEventListener("toggle", () => repeated.append(...turn.before.map((m) => message(item, m, view))), { once: true });
   const said = turn.said.map((m) => message(item, m, view));
   if (turn.number === null) return h("section", { class: "turn", "aria-label": "After the last turn", tabindex: -1 }, h("div", { class: "rail" }), h("div", { class: "said" }, said));
@@ -104,7 +126,8 @@ function turnRow(item, turn, view, last) {
   return h("section", { class: "turn", "aria-label": `Turn ${turn.number}`, tabindex: -1 },
     h("div", { class: "rail" }, h("b", { title: `Turn ${turn.number}` }, String(turn.number)), reward(turn)),
     h("div", { class: "exchange" },
-      rewritten && (turn.before.length ? repeated : h("p", { class: "about" }, "The history was rewritten: a new sequence.")),
+      rewritten && item.layout.branches[turn.sequence] && h("p", { class: "about branch" }, h("b", {}, `Branch ${turn.sequence + 1}`), ` ${origin(item.layout.branches[turn.sequence])}`),
+      rewritten && (turn.before.length ? repeated : !item.layout.branches.length && h("p", { class: "about" }, "The history was rewritten: a new sequence.")),
       said.length > 0 && h("div", { class: "said" }, said),
       h("div", { class: "answer" }, h("h4", {}, turn.role || "answer", notes && h("small", {}, ` · ${notes}`)),
         turn.prefix.length > 0 && h("pre", { class: "prefix" }, turn.prefix.filter((part) => typeof part === "string")),

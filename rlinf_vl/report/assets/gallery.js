@@ -253,7 +253,8 @@ function longText(text) {
 /** A trajectory's sequences (positions of their first tokens) and turns; none in older files. */
 function layoutOf(text) {
   const layout = parsed(text);
-  return { sequences: list(layout?.sequences), turns: list(layout?.turns).filter((turn) => turn !== null && typeof turn === "object") };
+  const objects = (value) => list(value).filter((entry) => entry !== null && typeof entry === "object");
+  return { sequences: list(layout?.sequences), turns: objects(layout?.turns), branches: objects(layout?.branches) };
 }
 
 /** Where a trajectory has several: position of the first token → "sequence 2", "turn 3, reward 0.5". */

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 from tokenizers import Tokenizer, decoders, models
+from unit.observe.branches import branching_group, make_branches
 
-from rlinf_vl.observe.trajectories import SCHEMA, TrajectoryStore
+from rlinf_vl.observe.trajectories import SCHEMA, TrajectoryStore, branches
 from rlinf_vl.types import Group, ImageRef, Problem, TokenSequence, Trajectory, Turn
 
 IMAGE = "<|image_pad|>"
@@ -181,3 +182,34 @@ def test_where_sequences_and_turns_are(model, run):
         ],
         [{"role": "", "content": ["w4 w9 "], "turn": 2}],
     ]
+
+
+def test_branches_of_an_agent_are_recorded(toy_folder, run):
+    make_branches(run, toy_folder)
+    ((row,),) = (rows_of(run, 1),)
+    layout = json.loads(row["turns"])
+    assert [turn["reward"] for turn in layout["turns"]] == [0.0] * 5 + [1.0]
+    branches = layout["branches"]
+    # Turns 1 to 3; turn 4 goes on from turn 2; turns 5 and 6 continue nothing.
+    assert [(branch["parent"], branch["turn"]) for branch in branches] == [
+        (None, None),
+        (0, 1),
+        (None, None),
+        (None, None),
+    ]
+    assert branches[0]["shared"] == 0 < branches[2]["shared"] < branches[3]["shared"]
+    # The retry shares the question with its image, and the branch the two answers before it.
+    (trajectory,) = branching_group(toy_folder).trajectories
+    first, second = trajectory.turns[:2]
+    assert branches[3]["shared"] >= first.start and branches[1]["shared"] >= second.end
+    assert len(layout["sequences"]) == len(json.loads(row["messages"])) == 4
+
+
+def rows_of(run, step):
+    return pq.read_table(run / f"trajectories/step_{step}.parquet").to_pylist()
+
+
+def test_one_sequence_has_no_branches():
+    rng = np.random.default_rng(0)
+    (trajectory,) = tiny.group(rng, [(1, 2)], [3], "g").trajectories
+    assert branches(trajectory, tiny.IMAGE_ID) == {}
