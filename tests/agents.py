@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 
-from episodes import Talk
+from episodes import Talk, encoded, picture
 
 from rlinf_vl.agents import AgentResult
 from rlinf_vl.agents.contract import data_uri
@@ -57,10 +57,24 @@ def ask(text, *images):
     return {"role": "user", "content": [{"type": "text", "text": text}, *parts]}
 
 
+FURTHER_IMAGES = tuple(encoded(picture(32, 48, seed)) for seed in (1, 2))
+
+
 async def wild(task, client):
-    """Calls in every order that an agent may: branches, edits, retries, parallel calls, streams."""
+    """Calls in every order that an agent may: branches, edits, compaction, retries, parallel calls,
+    tools and their results, streams cut in the middle, and 0 to 3 images a message."""
     draw = random.Random(task.seed)
     conversations = [[ask("What", *task.problem.images)]]
+
+    def question():
+        images = task.problem.images + FURTHER_IMAGES
+        return ask(draw.choice(("What", "x = 3", "")), *draw.choices(images, k=draw.randint(0, 3)))
+
+    def tool_result(messages):
+        """A call that the agent says the policy has made, and what it returned."""
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [*messages, reply, {"role": "tool", "tool_call_id": "c", "content": "6"}]
 
     async def call(messages):
         stream = draw.random() < 0.3
@@ -85,10 +99,12 @@ async def wild(task, client):
 
     for _ in range(draw.randint(1, 5)):
         messages = draw.choice(conversations)
-        action = draw.choice(("go on", "go on", "retry", "edit", "compact", "parallel", "foreign"))
+        action = draw.choice(
+            ("go on", "go on", "retry", "edit", "compact", "parallel", "foreign", "tool")
+        )
         if action == "parallel":
             replies = await asyncio.gather(*(call(messages) for _ in range(3)))
-            conversations += [[*messages, reply, ask("x = 3")] for reply in replies]
+            conversations += [[*messages, reply, question()] for reply in replies]
             continue
         if action == "edit":
             messages = [ask("x = 3", *task.problem.images), *messages[1:]]
@@ -96,10 +112,10 @@ async def wild(task, client):
             messages = [ask("What"), messages[-1]] if len(messages) > 1 else messages
         elif action == "foreign":
             messages = [ask("What"), {"role": "assistant", "content": "7"}, ask("x = 3")]
+        elif action == "tool":
+            messages = tool_result(messages)
         reply = await call(messages)
-        conversations.append(
-            [*messages, reply, ask("What", *task.problem.images[: draw.randint(0, 1)])]
-        )
+        conversations.append([*messages, reply, question()])
     return draw.random()
 
 

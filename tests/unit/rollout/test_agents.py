@@ -99,7 +99,9 @@ def test_an_agent_that_plays_an_environment_samples_what_the_player_samples(toy)
     assert sum(len(t.turns) for g in found for t in g.trajectories) > 8
 
 
-def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, monkeypatch):
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("first_seed", range(6))
+def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, monkeypatch, first_seed):
     # The toy's chat template shows no tools; this one does.
     shows = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     tokenizer = toy.processor.tokenizer
@@ -107,14 +109,23 @@ def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, monkeypatch):
     engine = Recorder(toy.engine)
     player = agent_player(toy, "wild")
     player.client.engine = engine
-    seeds = random.Random(0).sample(range(10**6), 40)
+    seeds = random.Random(first_seed).sample(range(10**6), 40)
     sampling = replace(sampling_of(toy), temperature=1.5)
     groups = play(player, [seeds[i : i + 4] for i in range(0, 40, 4)], sampling)
     trajectories = [t for g in groups for t in g.trajectories]
     assert [t.error for t in trajectories if t.error] == []
     assert_scored_alike(toy, groups)
-    # Nothing that was sampled and returned is lost, or trained twice.
+    # Nothing that was sampled and returned is lost, trained twice, or trained with another logprob.
     assert sum(t.n_response_tokens for t in trajectories) == engine.sampled
+    trained = []
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            sequence, answer = trajectory.sequences[turn.sequence], slice(turn.start, turn.end)
+            assert sequence.loss_mask[answer].all()
+            trained.append((sequence.ids[answer].tolist(), sequence.logprobs[answer].tolist()))
+    assert sorted(trained) == sorted(engine.answers)
+    images = [len(s.images) for t in trajectories for s in t.sequences]
+    assert min(images) == 0 and max(images) > 3
     branches = [t.metrics["agent/branches"] for t in trajectories]
     assert max(branches) > 1 and min(branches) == 0
     assert any(t.metrics["agent/foreign_assistant_tokens"] for t in trajectories)
@@ -122,10 +133,10 @@ def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, monkeypatch):
 
 
 class Recorder:
-    """An engine that counts the tokens that it has sampled."""
+    """An engine that keeps the tokens that it has sampled, with their logprobs."""
 
     def __init__(self, engine):
-        self.engine, self.sampled = engine, 0
+        self.engine, self.sampled, self.answers = engine, 0, []
 
     def submit(self, requests):
         futures = self.engine.submit(requests)
@@ -135,7 +146,9 @@ class Recorder:
 
     def count(self, future):
         if not future.cancelled() and future.exception() is None:
-            self.sampled += sum(len(sample.ids) for sample in future.result().samples)
+            for sample in future.result().samples:
+                self.sampled += len(sample.ids)
+                self.answers.append((sample.ids.tolist(), sample.logprobs.tolist()))
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
