@@ -318,8 +318,9 @@ class AgentSession:
         if room < 1:
             self.limit_reached = True
             raise ChatError(
-                f"with these messages the trajectory has {used} tokens, and its limit is "
-                f"{self._limits.seq_length} ({self._limits.seq_length_key})",
+                # OpenAI's words, by which agents know that it is their context that is full.
+                f"This model's maximum context length is {self._limits.seq_length} tokens "
+                f"({self._limits.seq_length_key}); with these messages the trajectory has {used}",
                 code="context_length_exceeded",
                 param="messages",
             )
