@@ -24,6 +24,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlinf_vl.config.hubs import OPENENV, with_arguments
 from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggestion
 from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.presets import with_presets
@@ -400,6 +401,9 @@ def _collected(value: Any, folders: Sequence[str], files: dict[str, str]) -> Any
         return [_collected(element, folders, files) for element in value]
     if isinstance(value, dict):
         return value | {"function": _collected(value.get("function"), folders, files)}
+    if isinstance(value, str) and value.startswith(OPENENV):
+        # The class of a client may be in a file of the user's.
+        return OPENENV + _collected(value.removeprefix(OPENENV), folders, files)
     return (
         collect_code(value, folders, files) if isinstance(value, str) and is_code(value) else value
     )
@@ -447,6 +451,7 @@ def _normalise(config: Config, folder: Path) -> None:
             path if path in ("", *TOYS) or "://" in path else _absolute(path, folder)
             for path in paths
         ]
+        paths[:] = with_arguments(paths, rollout.env_kwargs)
     if config.data.image_root is not None:
         config.data.image_root = _absolute(config.data.image_root, folder)
     config.runner.output_dir = os.path.expanduser(config.runner.output_dir)

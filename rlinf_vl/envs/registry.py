@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
+from rlinf_vl.config.hubs import OPENENV
 from rlinf_vl.envs.base import Env
+from rlinf_vl.envs.openenv import openenv_class
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
@@ -30,19 +32,24 @@ _METHODS = ("start(problem)", "step(response)", "close()")
 
 
 def load_env_class(name: str, files: Mapping[str, str]) -> type:
-    """Return the class for a registered name, `module:Class` or `path/to/file.py:Class`.
+    """Return the class for a registered name, `module:Class`, `path/to/file.py:Class` or
+    `openenv:ADDRESS`.
 
     Raises CodeError, as `load_code` does.
 
     Args:
         files: runner.code_files.
     """
+    if name.startswith(OPENENV):
+        return openenv_class(name.removeprefix(OPENENV), files)
     return load_code(name, ENVIRONMENTS, files, kind="environment", signature=_METHODS)
 
 
 def check_env_class(name: str, files: Mapping[str, str]) -> None:
     """Raise the CodeErrors of `load_env_class` that can be found without running the class's
     file."""
+    if name.startswith(OPENENV):
+        return  # a URL, or a class whose base class only running its file would tell
     check_code(name, ENVIRONMENTS, files, kind="environment", signature=_METHODS)
 
 

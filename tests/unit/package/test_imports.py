@@ -22,7 +22,7 @@ ROOMS = {
     "runtime": {"config"},
     "data": {"config", "runtime"},
     "rewards": {"data"},
-    "envs": {"data", "rewards"},
+    "envs": {"config", "data", "rewards"},
     "agents": {"config", "data", "envs", "rewards"},
     "models": {"data"},
     "packing": {"models"},
