@@ -13,6 +13,7 @@ from typing import Any
 
 from rlinf_vl.config.actor_rules import actor_problems
 from rlinf_vl.config.algorithm_rules import algorithm_problems, correction_problems
+from rlinf_vl.config.hubs import VERIFIERS, VERIFIERS_ROWS, is_verifiers_name, parse_rows_path
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import check_placement, shares_slots
 from rlinf_vl.config.schema import Config, RewardConfig
@@ -36,6 +37,7 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
         _local,
         _rollout,
         _agent,
+        _verifiers,
         _thinking,
         _runner,
         _lengths,
@@ -193,6 +195,13 @@ def _rollout(config: Config) -> Iterator[str]:
 def _agent(config: Config) -> Iterator[str]:
     rollout = config.rollout
     agent = rollout.agent
+    if not rollout.has_agents:
+        return
+    if config.algorithm.image_corruption.share:
+        yield (
+            "algorithm.image_corruption.share: agents choose the images that they send, so none "
+            "can be corrupted; set it to 0"
+        )
     if not agent.is_set:
         return
     ways = {"function": agent.function, "command": agent.command or None, "app": agent.app}
@@ -209,11 +218,28 @@ def _agent(config: Config) -> Iterator[str]:
             f"rollout.env_class: {rollout.env_class!r} with rollout.agent: an agent drives itself; "
             "leave env_class out"
         )
-    if config.algorithm.image_corruption.share:
+
+
+def _verifiers(config: Config) -> Iterator[str]:
+    name = config.rollout.verifiers_name
+    if name is not None and not is_verifiers_name(name):
         yield (
-            "algorithm.image_corruption.share: agents choose the images that they send, so none "
-            "can be corrupted; set it to 0"
+            f"rollout.env_class: {config.rollout.env_class!r} names no environment; write "
+            f"{VERIFIERS}NAME or {VERIFIERS}OWNER/NAME, as it is installed"
         )
+        return
+    for key in ("train_data_paths", "val_data_paths"):
+        for path in getattr(config.data, key):
+            rows_name = parse_rows_path(path)[0] if path.startswith(VERIFIERS_ROWS) else None
+            # Rows are played by number, so those of another source would be other questions.
+            if rows_name != name:
+                written = path.partition("?")[0]
+                yield (
+                    f"data.{key}: {written} with rollout.env_class={config.rollout.env_class}: an "
+                    "environment of verifiers is played with its own rows; write "
+                    f"{VERIFIERS_ROWS}{name or rows_name} and rollout.env_class="
+                    f"{VERIFIERS}{name or rows_name}"
+                )
 
 
 def _thinking(config: Config) -> Iterator[str]:
@@ -358,7 +384,7 @@ def _data(config: Config) -> Iterator[str]:
                 # Whether a data set of the hub exists takes a request, which
                 # `rlinf_vl.preflight.hub` makes.
                 path not in TOYS
-                and not path.startswith(("hf://", "seeds://"))
+                and not path.startswith(("hf://", "seeds://", VERIFIERS_ROWS))
                 and not os.path.exists(path)
             ):
                 yield (

@@ -135,7 +135,10 @@ def evaluate(
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
         answers = check_rows(config, "val", n, pool, bad_rows, progress).kept
         log.open(0, 0, {})
-        if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
+        # What one answer for all rows earns: a rubric of verifiers is asked about whole rollouts.
+        if config.rollout.verifiers_name is None and grades_answers(
+            load_env_class(config.rollout.env_class, config.runner.code_files)
+        ):
             write_baselines(run_dir, Counter(map(str.strip, answers.values())))
         rows = list(answers)
         summaries = answer_tasks(pool, log, make_tasks("val", rows, samples, config.runner.seed, 0))

@@ -98,7 +98,10 @@ def supervise(
         stack.callback(pool.close)
         learner = ActorGroup(config, model_path, device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
-        if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
+        # What one answer for all rows earns: a rubric of verifiers is asked about whole rollouts.
+        if config.rollout.verifiers_name is None and grades_answers(
+            load_env_class(config.rollout.env_class, config.runner.code_files)
+        ):
             write_baselines(run_dir, data.answers)
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
         pool.open_membership()

@@ -40,6 +40,8 @@ FORMATS = {
     "openrlhf": Format(("prompt", "input"), ("label", "")),
     # TRL: docs, dataset_formats (prompt-only); the answer is a column that reward functions get
     "trl": Format(("prompt",), ("answer", "solution", "ground_truth", "")),
+    # verifiers://NAME: images are in the environment's own prompts
+    "verifiers": Format(("problem",), ("answer",), ("",)),
     # seeds://N: there is no reference answer
     "seeds": Format(("problem",), ("",), ("",)),
     # a folder of images in subfolders named by label; data.prompt_variants are the question
@@ -47,6 +49,7 @@ FORMATS = {
 }
 #: (format, columns by which it is recognised), in the order of trial.
 RECOGNISED: tuple[tuple[str, set[str]], ...] = (
+    ("verifiers", {"problem", "verifiers"}),
     ("verl", {"prompt", "reward_model"}),
     ("openai", {"prompt", "reward_spec"}),
     ("rlinf", {"problem", "answer"}),

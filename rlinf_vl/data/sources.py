@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rlinf_vl.config.hubs import VERIFIERS_ROWS
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.tables import SPLITS, read_table, rows_of_pictures, typed_columns
 from rlinf_vl.data.unusable import shorten
+from rlinf_vl.data.verifiers_rows import verifiers_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -116,8 +118,9 @@ def open_source(name: str, split: str) -> Source:
     Args:
         name: a file of `FILE_FORMATS`; a folder of such files, of images (`rlinf_vl.data.tables`),
             or one that `save_to_disk` wrote; `hf://owner/name[:split]` (split train by default); an
-            embedded task (`TOYS`); or `seeds://N`, N rows that hold only their number, for an
-            environment that makes its tasks from seeds.
+            embedded task (`TOYS`); `seeds://N`, N rows that hold only their number, for an
+            environment that makes its tasks from seeds; or `verifiers://NAME`, an environment's
+            own rows.
         split: the part of an embedded task or of a folder with several parts, "train" or "val".
 
     Raises:
@@ -140,6 +143,9 @@ def open_source(name: str, split: str) -> Source:
         problems = [f"Episode {number}" for number in numbers]
         columns = {"id": list(map(str, numbers)), "problem": problems, "seed": numbers}
         return Source(name, f"seeds-{split}", datasets.Dataset.from_dict(columns), None)
+    if name.startswith(VERIFIERS_ROWS):
+        environment = name.removeprefix(VERIFIERS_ROWS).partition("?")[0]
+        return Source(name, f"{environment}-{split}", verifiers_rows(name, split), None)
     if name in TOYS:
         # The file is made on first use. `rlinf_vl.toy` imports this package: hence no plain import.
         path: Path = importlib.import_module("rlinf_vl.toy.task").toy_dataset_path(split, name)

@@ -90,7 +90,10 @@ def supervise(
         pool = LocalPool(config, model_path, device, stop.check)
         stack.callback(pool.stop)
         data = find_usable_rows(config, run_dir, pool, progress)
-        if grades_answers(load_env_class(config.rollout.env_class, config.runner.code_files)):
+        # What one answer for all rows earns: a rubric of verifiers is asked about whole rollouts.
+        if config.rollout.verifiers_name is None and grades_answers(
+            load_env_class(config.rollout.env_class, config.runner.code_files)
+        ):
             write_baselines(run_dir, data.answers)
         # Ahead of training, groups may still be in flight in the engine, which keeps its memory.
         takes_turns = not config.runner.generates_ahead

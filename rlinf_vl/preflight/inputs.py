@@ -27,6 +27,7 @@ from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.sources import Peek, first_rows, peek, peek_seeds
 from rlinf_vl.data.unusable import NOT_FETCHED, RowError
+from rlinf_vl.data.verifiers_rows import environment_missing
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.envs.registry import EnvMaker, check_env_class, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError, nearest, reason_of
@@ -58,9 +59,12 @@ def packages_missing(config: Config) -> Iterator[str]:
         and (why := _without_nf4(config))
     ):
         yield f"actor.model.lora.quantization: nf4 needs bitsandbytes, {why}, or set none: the model is stored in param_dtype"
-    agent = config.rollout.agent
-    if agent.is_set:
-        needed = ["uvicorn", "starlette", *(["openai"] if agent.function else [])]
+    agent, name = config.rollout.agent, config.rollout.verifiers_name
+    if name is not None and (reason := environment_missing(name)):
+        yield f"rollout.env_class: {config.rollout.env_class!r}: {reason}"
+    if config.rollout.has_agents:
+        has_function = agent.function or name
+        needed = ["uvicorn", "starlette", *(["openai"] if has_function else [])]
         if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
             yield (
                 f"rollout.agent: {', '.join(missing)} is not installed; pip install "
@@ -197,6 +201,8 @@ def _environment(config: Config) -> Iterator[str]:
     So a value that its constructor refuses shows before Ray starts.
     """
     rollout, scale = config.rollout, config.reward
+    if rollout.verifiers_name is not None:
+        return
     try:
         check_env_class(rollout.env_class, config.runner.code_files)
         env_class = load_env_class(rollout.env_class, config.runner.code_files)

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.envs import EnvMaker
+from rlinf_vl.envs.registry import SINGLE
 from rlinf_vl.errors import never_reported
 from rlinf_vl.rewards.processes import Limits, ProcessPool, UserFunctions
 from rlinf_vl.rewards.scoring import Scorer, make_scorer
@@ -36,9 +37,12 @@ def scorer_of(
 def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
     """Return the maker of a run's environments, which grade with `scorer` (None: the run's)."""
     scorer = scorer or scorer_of(config)
+    rollout = config.rollout
+    # An environment of verifiers drives itself, so it is none of ours.
+    is_ours = rollout.verifiers_name is None
     return EnvMaker(
-        config.rollout.env_class,
-        config.rollout.env_kwargs,
+        rollout.env_class if is_ours else SINGLE,
+        rollout.env_kwargs if is_ours else {},
         config.runner.code_files,
         scorer.grade,
         reward_max=config.reward.reward_max_val,

@@ -136,8 +136,9 @@ class GroupSampler:
             )
         # Importing the environment's module may take longer than one of its turns may. A module that
         # can't be imported is reported by the first row that needs it.
-        with suppress(CodeError):
-            load_env_class(config.rollout.env_class, config.runner.code_files)
+        if config.rollout.verifiers_name is None:
+            with suppress(CodeError):
+                load_env_class(config.rollout.env_class, config.runner.code_files)
         self.prefilled_tokens = self.engine.prefilled_tokens
         self.scorer = scorer
         thought_tokens = config.rollout.thinking.budget
@@ -149,13 +150,13 @@ class GroupSampler:
             alive_timeout_s=config.runner.heartbeat_timeout,
             budget=ThoughtBudget(builder.renderer, thought_tokens) if thought_tokens else None,
         )
-        agent = config.rollout.agent
+        agent, has_agents = config.rollout.agent, config.rollout.has_agents
         settings = EpisodeSettings(
             reward_min=config.reward.reward_min_val,
             return_logprobs=config.rollout.return_logprobs,
             max_turns=config.rollout.max_turns,
             max_concurrent=(
-                agent.max_concurrent if agent.is_set else config.rollout.max_concurrent_rollouts
+                agent.max_concurrent if has_agents else config.rollout.max_concurrent_rollouts
             ),
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
@@ -163,7 +164,7 @@ class GroupSampler:
         )
         self.player: GroupPlayer = (
             _agent_player(config, client, settings, scorer, first_report)
-            if agent.is_set
+            if has_agents
             else _env_player(
                 config, client, builder, self.make_env, settings, scorer, first_report, executor
             )
@@ -229,7 +230,7 @@ class GroupSampler:
             if (
                 env_names <= {SINGLE}
                 and self.config.rollout.max_concurrent_rollouts is None
-                and not self.config.rollout.agent.is_set
+                and not self.config.rollout.has_agents
             ):
                 # Such environments start at once, so all requests go to the engine as one batch:
                 # the embedded engine's results depend on it (see `Supervisor`).
@@ -429,6 +430,7 @@ def _agent_player(
     """Return the player of the config's agent."""
     from rlinf_vl.agents.app_driver import AppDriver, address_towards
     from rlinf_vl.agents.drivers import AgentDriver, CommandDriver, FunctionDriver
+    from rlinf_vl.agents.verifiers_agent import SOLVE as VERIFIERS_AGENT
     from rlinf_vl.rollout.agent_player import AgentPlayer
     from rlinf_vl.rollout.agent_session import AgentLimits
     from rlinf_vl.rollout.env_executor import ThreadExecutor
@@ -442,13 +444,15 @@ def _agent_player(
         # An app may be on another machine, and calls the policy from there.
         driver = AppDriver(agent.app, agent.token_env, agent.timeout, bounds)
         host = address_towards(agent.app)
-    elif agent.function is None:
+    elif agent.command:
         driver = CommandDriver(agent.command, agent.timeout, agent.memory_gb)
-    elif config.cluster.backend == "local":
-        # In this process, for breakpoints.
-        driver = FunctionDriver(agent.function, files, ThreadExecutor(agent.timeout))
     else:
-        driver = ProcessFunctionDriver(agent.function, files, agent.timeout, agent.processes)
+        function = agent.function or VERIFIERS_AGENT
+        if config.cluster.backend == "local":
+            # In this process, for breakpoints.
+            driver = FunctionDriver(function, files, ThreadExecutor(agent.timeout))
+        else:
+            driver = ProcessFunctionDriver(function, files, agent.timeout, agent.processes)
     max_calls = min(agent.max_calls, config.rollout.max_turns or agent.max_calls)
     limits = AgentLimits(max_calls, config.runner.seq_length, agent.allow_sampling)
     return AgentPlayer(

@@ -100,13 +100,14 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
     scorer = scorer_of(config, entries)
     make_env = env_maker_of(config, scorer)
     strict_env = make_env
-    if needs_reference(config) and not agent.is_set:
+    if needs_reference(config) and not config.rollout.has_agents:
         strict_env = replace(make_env, grade=partial(_grade, scorer, make_env))
     try:
         tokens = _usable_rows(config, dataset, RowCheck(config, builder, make_env))
         problems = [dataset[row] for row in list(tokens)[:TRIED_ROWS]]
         rehearsal.prompt_tokens = max(tokens.values(), default=0)
-        if entries and any(problem.answer for problem in problems):
+        has_rubric = config.rollout.verifiers_name is not None
+        if entries and not has_rubric and any(problem.answer for problem in problems):
             _try_rewards(config, scorer, problems, rehearsal)
         # The single-turn environment is the project's own, and needs no rehearsal.
         env_problems = [problem for problem in problems if make_env.name_of(problem) != SINGLE]

@@ -102,6 +102,9 @@ class RowCheck:
         cut_rows: dict[int, tuple[int, int]] = {}  # (tokens before the cut, images cut off)
         named = (NAMED.get(entry["function"]) for entry in self.config.reward.entries)
         answer_checks = [reward.check for reward in named if reward and reward.check]
+        if self.config.rollout.verifiers_name is not None:
+            # Its rubric pays, and may take answers that no reward function of ours does.
+            answer_checks = []
 
         def length(row: int, problem: Problem) -> int:
             """Return the row's prompt length in tokens. Raises RowError: the row can't be used."""
@@ -112,7 +115,7 @@ class RowCheck:
             # An agent may return a reward of its own.
             if (
                 not problem.answer
-                and not self.config.rollout.agent.is_set
+                and not self.config.rollout.has_agents
                 and needs_reference(self.config)
                 and self.make_env.leaves_grading(problem)
             ):

@@ -20,7 +20,8 @@ class DataConfig:
     train_data_paths: list[str] = MISSING
     """Files (parquet, json, jsonl, csv, tsv), HF dataset folders, folders of images, or hub names
     (hf://owner/name[:split]); or an embedded task (`toy`). `seeds://N` is N rows of nothing but a
-    number, for an environment that makes its tasks from seeds."""
+    number, for an environment that makes its tasks from seeds, and `verifiers://NAME` the rows of
+    an environment of verifiers (docs/hubs.md)."""
     val_data_paths: list[str] = field(default_factory=list)
     """The same, for validation."""
     weights: list[float] = key([], POSITIVE)

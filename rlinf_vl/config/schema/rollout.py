@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from rlinf_vl.config.hubs import verifiers_name
 from rlinf_vl.config.schema.limits import (
     AT_LEAST_1,
     DTYPES,
@@ -88,7 +89,7 @@ class AgentConfig:
 
     @property
     def is_set(self) -> bool:
-        """Whether agents drive the episodes."""
+        """Whether the config names an agent."""
         return self.function is not None or bool(self.command) or self.app is not None
 
 
@@ -126,11 +127,12 @@ class RolloutConfig:
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
     env_class: str = key("single_turn", OrCode())
     """Environment: a registered name (single_turn), module:Class, or path/to/file.py:Class, whose
-    text travels to the workers. A row's column env_class names that row's own."""
+    text travels to the workers. A row's column env_class names that row's own. From hubs:
+    verifiers:NAME, openenv:URL and openenv:module:Class (docs/hubs.md)."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the environment's constructor. A value `@path` is replaced by the text of that
-    file (relative to the working folder, or else to the examples). A row's column env_kwargs has
-    further ones, over these."""
+    """Keywords for the environment's constructor; for verifiers:NAME, its arguments. A value
+    `@path` is replaced by the text of that file (relative to the working folder, or else to the
+    examples). A row's column env_kwargs has further ones, over these."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     max_turns: int | None = key(None, AT_LEAST_1)
     """Most answers of an episode, which then ends; null leaves it to the environment and to
@@ -155,3 +157,13 @@ class RolloutConfig:
     policy learns to avoid what fails, its own doing or not. Faults of the engine, of rows and of
     reward functions are always masked. A validation counts any of them as an error and a wrong
     answer."""
+
+    @property
+    def verifiers_name(self) -> str | None:
+        """The environment of the package verifiers that env_class names; None for another."""
+        return verifiers_name(self.env_class)
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether agents drive the episodes: the config's own, or those of verifiers."""
+        return self.agent.is_set or self.verifiers_name is not None
