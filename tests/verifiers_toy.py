@@ -64,6 +64,9 @@ def load_environment(rows: int = 32, tries: int = 1, kind: str = "plain") -> vf.
         number = next(_numbers)
         data = Dataset.from_dict({"question": [f"{number}?"] * rows, "answer": ["1"] * rows})
         return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[right]))
+    if kind == "phrases":  # no answers of a kind that a reward function of ours takes
+        data = Dataset.from_dict({"question": ["Say it."] * rows, "answer": ["\\boxed{"] * rows})
+        return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[right]))
     rubric = vf.Rubric(funcs=[right, brief], weights=[1.0, 0.25])
     if kind == "groups":
         rubric.add_reward_func(compared)

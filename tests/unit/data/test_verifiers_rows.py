@@ -13,10 +13,13 @@ from replayed_client import replayed_client  # noqa: E402
 
 from rlinf_vl.agents import AgentTask  # noqa: E402
 from rlinf_vl.agents.verifiers_agent import RolloutError, solve  # noqa: E402
+from rlinf_vl.config import load_config  # noqa: E402
 from rlinf_vl.config.hubs import rows_path  # noqa: E402
 from rlinf_vl.data.dataset import ProblemDataset  # noqa: E402
 from rlinf_vl.data.sources import open_source  # noqa: E402
 from rlinf_vl.data.verifiers_rows import environment_row, load_environment  # noqa: E402
+from rlinf_vl.rollout.env_makers import env_maker_of  # noqa: E402
+from rlinf_vl.rollout.row_check import RowCheck  # noqa: E402
 
 
 def path_of(**arguments):
@@ -64,6 +67,16 @@ def test_an_empty_reply_is_paid_and_a_failed_rollout_is_an_error():
     assert asyncio.run(solve(task, replayed_client([""])[0])).reward == 0.25
     with pytest.raises(RolloutError, match="the line was cut"):
         asyncio.run(solve(task, replayed_client([])[0]))
+
+
+def test_answers_need_not_be_of_the_kind_that_the_runs_reward_functions_take():
+    paths = ("data.train_data_paths=[verifiers://verifiers-toy]", "data.val_data_paths=[]")
+    overrides = ("rollout.env_class=verifiers:verifiers-toy", "+rollout.env_kwargs.kind=phrases")
+    config = load_config("toy-grpo-cpu", (*paths, *overrides))
+    rows = ProblemDataset(config.data.train_data_paths, "train")
+    check = RowCheck(config, None, env_maker_of(config))
+    result = check.filter(rows, range(4), lambda *_: None)
+    assert list(result.kept) == [0, 1, 2, 3] and not result.bad
 
 
 def test_what_cannot_be_trained_on_is_refused():
