@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 from accounting import DROPS, END, assert_accounted, assert_scored_alike, conversations
+from episodes import Maker, Talk, make_player
 from thinking import OPENS, assert_pieces, thinking
+from unit.rollout.test_agents import agent_player, play
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.types import Request
+from rlinf_vl.types import Request, SamplingParams
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 1e-4
@@ -166,6 +168,38 @@ def test_conversations_are_trained_as_they_were_sampled(conversing, seed, longes
     groups, asked = conversations(conversing, seed, turns=6, images=3, longest=longest)
     assert max(len(t.turns) for group in groups for t in group.trajectories) > 3
     assert_accounted(conversing, groups, asked)
+    assert_scored_alike(conversing, groups, TOLERANCE)
+
+
+def test_an_agent_plays_as_the_environment_does(conversing):
+    """What the endpoint asks of SGLang is what the player asks: only the answers' own digits may differ."""
+    sampling = SamplingParams(
+        max_new_tokens=8, temperature=1.5, stop_ids=conversing.processor.stop_ids
+    )
+    seeds = [[1, 2, 3, 4], [5, 6]]
+    limits = {"seq_length": 2048, "max_prompt_length": 1024}
+    maker = Maker(lambda seed: Talk(seed))
+    native = make_player(conversing.engine, conversing.processor, maker, **limits)
+    expected = play(native, seeds, sampling)
+    groups = play(agent_player(conversing, "talk"), seeds, sampling)
+    pairs = [
+        pair
+        for ours, theirs in zip(groups, expected, strict=True)
+        for pair in zip(ours.trajectories, theirs.trajectories, strict=True)
+    ]
+    for ours, theirs in pairs:
+        assert ours.error is None and theirs.error is None
+        assert ours.turn_rewards == theirs.turn_rewards
+        (sequence,), (other,) = ours.sequences, theirs.sequences
+        # Sampling depends on who shares a batch, and an answer that was cut is closed by the prompt.
+        asked, asked_natively = (
+            [i for i in s.ids[~s.loss_mask].tolist() if i not in sampling.stop_ids]
+            for s in (sequence, other)
+        )
+        assert asked == asked_natively
+        assert [i.hash for i, _ in sequence.images] == [i.hash for i, _ in other.images]
+    assert max(len(ours.turns) for ours, _ in pairs) > 2
+    assert sum(len(ours.sequences[0].images) for ours, _ in pairs) > 6
     assert_scored_alike(conversing, groups, TOLERANCE)
 
 
