@@ -23,6 +23,7 @@ ENVIRONMENTS = {
     "geometry_tool": "rlinf_vl.envs.geometry_tool:GeometryTool",
     "gymnasium": "rlinf_vl.envs.gymnasium:Gymnasium",
     "remote": "rlinf_vl.envs.remote:Remote",
+    "browser": "rlinf_vl.envs.browser:Browser",
     "maze": "rlinf_vl.toy.maze:Maze",
     "rectangle_tool": "rlinf_vl.toy.rectangle_tool:RectangleTool",
 }

@@ -214,6 +214,8 @@ For each function call, return a json object with function name and arguments wi
                 )
                 raise _CallError(f"arguments{place}: {problem.message}")
             return _parts(getattr(self, name)(**arguments)), fact
+        except ToolFailure:
+            raise
         except (
             Exception
         ) as error:  # an error is the policy's to read, also one that the tool raised
@@ -235,6 +237,10 @@ For each function call, return a json object with function name and arguments wi
             else:
                 parts.append(part)
         _add_text(parts, suffix)
+
+
+class ToolFailure(Exception):
+    """A failure of the environment itself, which a tool raises to end the episode with an error."""
 
 
 class _CallError(ValueError):
