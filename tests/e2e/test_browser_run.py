@@ -1,0 +1,46 @@
+"""Pages in a browser as a whole run in one process: a page that pays for the parity of an answer's length."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from browser_pages import needs_browser
+from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow, needs_browser]
+
+#: A grey drawn from the group's seed. The untrained model calls no tool, so its first answer is its last.
+PAGE = """<!doctype html><body><script>
+const grey = Math.floor(Math.random() * 256);
+document.body.style.background = `rgb(${grey}, ${grey}, ${grey})`;
+const utterance = () => "Which way?";
+const reward = (answer) => answer === undefined ? null : answer.length % 2;
+</script>"""
+
+
+def test_a_run_learns_from_what_pages_pay(tmp_path: Path) -> None:
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "index.html").write_text(PAGE)
+    overrides = (
+        "rollout.env_class=browser",
+        f"rollout.env_kwargs={{folder: {pages}, viewport: [32, 32], tools_prompt: '', "
+        "timeout_s: 200, keep_page: false}",
+        "rollout.turn_timeout=240",
+        "rollout.max_concurrent_rollouts=16",
+        "algorithm.group_size=4",
+        "data.rollout_batch_size=4",
+        "data.val_samples=4",
+    )
+    run = played_run(tmp_path, "toy-maze", 1, 1, *overrides)
+    rows = metrics_of(run)
+    assert_engine_and_trainer_agree(rows, 1)
+    assert rows[1]["env/success"] == pytest.approx(rows[1]["reward/mean"])
+    assert rows[1]["env/blocked_requests"] == 0
+    table = pd.read_parquet(run / "trajectories").query("split == 'train'")
+    for _, group in table.groupby("group_id"):
+        # The page is drawn from the group's seed: its trajectories see one picture.
+        assert len({tuple(paths) for paths in group.images}) == 1
+        assert all(len(json.loads(turns)["turns"]) == 1 for turns in group.turns)
+    assert len({tuple(paths) for paths in table.images}) > 1
