@@ -14,6 +14,7 @@ import psutil
 import pytest
 from browser_pages import asked, browser_on, call, middle, needs_browser, problem, texts
 
+from rlinf_vl.envs import browser_host
 from rlinf_vl.envs.browser_host import HOST
 from rlinf_vl.envs.tool import ToolFailure
 
@@ -235,6 +236,20 @@ def test_a_browser_that_dies_ends_its_episodes_and_is_replaced(opened, struck: s
         env.close()
     for keywords in ({}, {"keep_page": True}):
         assert not opened(**keywords).step(call("click", x=40, y=50)).done
+
+
+@pytest.mark.slow
+def test_a_browser_that_stands_still_is_ended_and_replaced(
+    opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened()
+    monkeypatch.setattr(browser_host, "LAUNCH_S", 3.0)
+    browser = chromium()
+    processes = [browser, *browser.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    assert not opened().step(call("click", x=40, y=50)).done
+    assert not psutil.wait_procs(processes, timeout=120)[1]
 
 
 WORKER = """
