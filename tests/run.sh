@@ -13,7 +13,8 @@ cores="$(getconf _NPROCESSORS_ONLN)"
 parallel=(-n "$((cores < 4 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder)
 if [[ "${1:-}" == --sglang ]]; then
     shift
-    venv="$root/.venv-sglang" with=(--sglang) tests=(tests/integration/sglang tests/e2e/test_sglang_run.py)
+    # Two at a time: an engine takes a few GB, and polls on a core of its own.
+    venv="$root/.venv-sglang" with=(--sglang) tests=(-n 2 "${parallel[@]:2}" tests/integration/sglang tests/e2e/test_sglang_run.py)
     tests+=(tests/unit/models/test_attention.py tests/unit/models/test_layers.py)  # SGLang's torch is a newer one
 elif [[ "${1:-}" == --all ]]; then
     shift

@@ -36,7 +36,9 @@ def live_engine(toy):
 
     def get():
         if engines and not engines[-1].alive():
-            print_stacks(engines[-1].host.processes.pids)
+            # One that has ended says so; this one is silent.
+            if engines[-1].host.end is None:
+                print_stacks(engines[-1].host.processes.pids)
             engines.pop().close()
         if not engines:
             engines.append(engine_of(toy))

@@ -326,7 +326,8 @@ LIGHT = ({"install": "--dev"}, {"venv": ".venv"}, ["-m", "pytest"])
 WITH_SGLANG = (
     {"install": "--sglang --dev"},
     {"venv": ".venv-sglang"},
-    ["-m", "pytest", "tests/integration/sglang", "tests/e2e/test_sglang_run.py"]
+    ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    + ["tests/integration/sglang", "tests/e2e/test_sglang_run.py"]
     + ["tests/unit/models/test_attention.py", "tests/unit/models/test_layers.py"],
 )
 
