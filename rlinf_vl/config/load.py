@@ -442,6 +442,12 @@ def _normalise(config: Config, folder: Path) -> None:
         path := _absolute(model.model_path, folder)
     ):
         model.model_path = path
+    # A command runs in a folder of its own. Its first word is looked up as a shell would.
+    command = rollout.agent.command
+    for position, word in enumerate(command[1:], 1):
+        path = _absolute(word, folder)
+        if os.path.isfile(path):
+            command[position] = path
     for name in ("resume_dir", "checkpoint_dir"):
         # A URL has no working folder.
         if (path := getattr(config.runner, name)) not in (None, "auto") and "://" not in path:

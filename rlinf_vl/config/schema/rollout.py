@@ -67,7 +67,8 @@ class AgentConfig:
     AgentResult, or null for the reward functions. Replaces rollout.env_class."""
     command: list[str] = field(default_factory=list)
     """The same as a command and its arguments, a process for each trajectory: OPENAI_BASE_URL,
-    OPENAI_API_KEY and RLINF_VL_TASK in its environment, the result in its last line of output."""
+    OPENAI_API_KEY and RLINF_VL_TASK in its environment, the result in its last line of output. An
+    argument that names a file is made absolute, as each process has a folder of its own."""
     app: str | None = None
     """The same as a task app's address, such as http://localhost:8000: it gets each trajectory's task
     and the endpoint in one request, and replies with the result (docs/remote.md, protocol 2)."""

@@ -56,6 +56,21 @@ def test_working_directory_is_searched_and_can_extend_an_example(tmp_path, monke
     assert (config.runner.seed, config.runner.seq_length) == (7, load_config(TOY).runner.seq_length)
 
 
+def test_files_of_an_agents_command_are_found_from_any_folder(tmp_path, monkeypatch):
+    """Beside the config, or in the working folder; the command itself is looked up in PATH."""
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    text = "rollout: {agent: {command: [python, my_agent.py, here.json, --steps, '3']}}"
+    (configs / "mine.yaml").write_text(f"defaults: [{TOY}, _self_]\n{text}")
+    (configs / "my_agent.py").touch()
+    for name in ("here.json", "python"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    command = load_config("configs/mine.yaml").rollout.agent.command
+    files = [str(configs / "my_agent.py"), str(tmp_path / "here.json")]
+    assert command == ["python", *files, "--steps", "3"]
+
+
 def test_unknown_config_name_lists_those_there(tmp_path):
     message = refused("toy-grpo-cpuu")
     assert "did you mean 'toy-grpo-cpu'?" in message and "qwen3-vl-2b-grpo-fsdp-geo3k" in message
