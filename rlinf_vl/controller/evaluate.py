@@ -21,10 +21,10 @@ from rlinf_vl.controller.schedules import SCHEDULES
 from rlinf_vl.controller.tasks import make_tasks, store_only
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sources import open_source
-from rlinf_vl.envs.registry import grades_answers, load_env_class
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.rollout.env_makers import pays_row_answers
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.checkpoints import Folder
@@ -135,10 +135,7 @@ def evaluate(
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
         answers = check_rows(config, "val", n, pool, bad_rows, progress).kept
         log.open(0, 0, {})
-        # What one answer for all rows earns: a rubric of verifiers is asked about whole rollouts.
-        if config.rollout.verifiers_name is None and grades_answers(
-            load_env_class(config.rollout.env_class, config.runner.code_files)
-        ):
+        if pays_row_answers(config):
             write_baselines(run_dir, Counter(map(str.strip, answers.values())))
         rows = list(answers)
         summaries = answer_tasks(pool, log, make_tasks("val", rows, samples, config.runner.seed, 0))

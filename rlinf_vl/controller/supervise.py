@@ -17,9 +17,9 @@ from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.schedules import SCHEDULES
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.weight_sync import WeightSync
-from rlinf_vl.envs.registry import grades_answers, load_env_class
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.rollout.env_makers import pays_row_answers
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.runtime.checkpoints import (
     Folder,
@@ -98,10 +98,7 @@ def supervise(
         stack.callback(pool.close)
         learner = ActorGroup(config, model_path, device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
-        # What one answer for all rows earns: a rubric of verifiers is asked about whole rollouts.
-        if config.rollout.verifiers_name is None and grades_answers(
-            load_env_class(config.rollout.env_class, config.runner.code_files)
-        ):
+        if pays_row_answers(config):
             write_baselines(run_dir, data.answers)
         gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
         pool.open_membership()

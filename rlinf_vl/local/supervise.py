@@ -17,10 +17,10 @@ from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.trajectory_writer import TrajectoryWriter, image_token
-from rlinf_vl.envs.registry import grades_answers, load_env_class
 from rlinf_vl.local.learner import LocalLearner, LocalSync
 from rlinf_vl.local.pool import LocalPool
 from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.rollout.env_makers import pays_row_answers
 from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home
 from rlinf_vl.runtime.run_folder import write_baselines
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
@@ -90,10 +90,7 @@ def supervise(
         pool = LocalPool(config, model_path, device, stop.check)
         stack.callback(pool.stop)
         data = find_usable_rows(config, run_dir, pool, progress)
-        # What one answer for all rows earns: a rubric of verifiers is asked about whole rollouts.
-        if config.rollout.verifiers_name is None and grades_answers(
-            load_env_class(config.rollout.env_class, config.runner.code_files)
-        ):
+        if pays_row_answers(config):
             write_baselines(run_dir, data.answers)
         # Ahead of training, groups may still be in flight in the engine, which keeps its memory.
         takes_turns = not config.runner.generates_ahead

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.envs import EnvMaker
-from rlinf_vl.envs.registry import SINGLE
+from rlinf_vl.envs.registry import SINGLE, grades_answers, load_env_class
 from rlinf_vl.errors import never_reported
 from rlinf_vl.rewards.processes import Limits, ProcessPool, UserFunctions
 from rlinf_vl.rewards.scoring import Scorer, make_scorer
@@ -48,3 +48,13 @@ def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
         reward_max=config.reward.reward_max_val,
         reward_min=config.reward.reward_min_val,
     )
+
+
+def pays_row_answers(config: Config) -> bool:
+    """Return whether a run's rewards are for the rows' answers, so that one answer for all rows
+    earns something."""
+    rollout = config.rollout
+    # A rubric of verifiers is asked about whole rollouts.
+    if rollout.verifiers_name is not None:
+        return False
+    return grades_answers(load_env_class(rollout.env_class, config.runner.code_files))
