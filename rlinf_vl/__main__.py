@@ -188,10 +188,11 @@ def _run_verb(arguments: argparse.Namespace) -> int:
                 return 0
             print(build_report(arguments.runs, arguments.output))
         case "check-env":
-            from rlinf_vl import check_agent
+            from rlinf_vl.check_agent.main import is_agent
+            from rlinf_vl.check_agent.main import main as check_agent
 
-            if arguments.agent or check_agent.is_agent(arguments.env_class):
-                return check_agent.main(arguments)
+            if arguments.agent or is_agent(arguments.env_class):
+                return check_agent(arguments)
             from rlinf_vl.rollout import check_env
 
             return check_env.main(arguments)

@@ -136,7 +136,12 @@ def test_every_format_is_recognised_by_what_its_example_has() -> None:
         assert RowFormat().for_columns(row).format == name
     # The rows of seeds://N, which have no answer.
     assert RowFormat().for_columns({"problem", "seed"}).format == "seeds"
-    assert set(FORMATS) == {*ROWS, "folder", "seeds"} == {name for name, _ in RECOGNISED}
+    # Those of verifiers://NAME, which name their environment.
+    named = {"problem": "?", "answer": "4", "verifiers": {"source": "words", "index": 0}}
+    assert RowFormat().for_columns(named).format == "verifiers"
+    assert (
+        set(FORMATS) == {*ROWS, "folder", "seeds", "verifiers"} == {name for name, _ in RECOGNISED}
+    )
     # As published sets have further ones.
     ours = {
         "problem",

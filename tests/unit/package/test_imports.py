@@ -37,6 +37,7 @@ ROOMS = {
         "algorithms", "config", "data", "models", "observe", "packing", "runtime", "transport", "weights",
     },
     "toy": {"config", "data", "envs", "models", "runtime"},
+    "check_agent": {"agents", "config", "data", "engines", "models", "rewards", "rollout", "toy"},
     "check_data": {"config", "data", "envs", "models", "preflight", "rollout", "runtime", "toy"},
     "report": {"config", "observe", "runtime"},
     "preflight": {

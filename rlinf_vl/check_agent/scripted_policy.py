@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.toy.files import write_toy_files
@@ -34,9 +35,10 @@ def scripted_processor() -> Processor:
         folder = Path(name)
         # A long answer is mostly words: as one token each they are tried in a moment.
         write_toy_files(folder, ("word", " word"))
-        config = {"model_type": "qwen3_vl"}
+        model_type = TOYS["toy"].model_type
+        config = {"model_type": model_type}
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        processor = Processor(folder, family_of("qwen3_vl"))
+        processor = Processor(folder, family_of(model_type))
     # transformers warns of every text that is longer.
     processor.tokenizer.model_max_length = 2**31
     processor.tokenizer.chat_template = TOOLS_TEMPLATE + processor.tokenizer.chat_template

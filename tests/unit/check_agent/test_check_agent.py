@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlinf_vl.__main__ import main
-from rlinf_vl.scripted_policy import scripted_processor
+from rlinf_vl.check_agent.scripted_policy import scripted_processor
 
 AGENT = '''
 import asyncio, base64, io, json, random, time

@@ -1,72 +1,39 @@
-"""`rlinf-vl check-env my_agent.py:solve`: plays an agent against a policy that says odd things.
+"""The check of one agent: the episodes that it plays, and what each of them breaks."""
 
-The endpoint, the sessions and the limits are those of a run; the policy's answers are written
-beforehand. It reports what breaks the contract of agents (exit code 1), and what the trajectories
-were like.
-"""
-
-import argparse
-import asyncio
-import inspect
 import random
-import shlex
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, cast
 
-from PIL import Image, ImageDraw
-
-from rlinf_vl.agents.contract import AgentTask, result_of
-from rlinf_vl.agents.drivers import AgentDriver, AgentFailed, CommandDriver, FunctionDriver
-from rlinf_vl.agents.endpoint import Endpoint
-from rlinf_vl.config.schema.rollout import AGENT_CALL, AgentConfig
-from rlinf_vl.data.images import decode, to_image_ref
-from rlinf_vl.data.unusable import RowError, shorten
+from rlinf_vl.agents.contract import result_of
+from rlinf_vl.agents.drivers import AgentDriver, AgentFailed
+from rlinf_vl.check_agent.observed import BLOCK_S, LoopWatch, ObservedDriver, ObservedEndpoint
+from rlinf_vl.check_agent.scripted_policy import ScriptedEngine, scripted_processor
+from rlinf_vl.data.images import decode
+from rlinf_vl.data.unusable import shorten
 from rlinf_vl.engines.base import Engine
-from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards.scoring import Answer, Score
 from rlinf_vl.rollout.agent_player import AgentPlayer
 from rlinf_vl.rollout.agent_session import AgentLimits
-from rlinf_vl.rollout.check_arguments import FORM_KEYS, parsed_overrides, problems_of
 from rlinf_vl.rollout.check_findings import Findings
 from rlinf_vl.rollout.check_policies import policies_for
-from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
+from rlinf_vl.rollout.env_executor import CallTimeout
 from rlinf_vl.rollout.generation_client import GenerationClient
 from rlinf_vl.rollout.group_player import EpisodeSettings
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.scripted_policy import ScriptedEngine, scripted_processor
 from rlinf_vl.types import ENVIRONMENT_FAULT, Problem, Request, SamplingParams, Trajectory
-from rlinf_vl.user_code import CodeError, is_code, load_code
 
-MAX_PROBLEMS = 4
 #: Calls and tokens after which the endpoint ends a trajectory.
 LIMITS = AgentLimits(max_calls=100, seq_length=2**18)
 #: No episode begins after so many seconds, or so many agents that did not end.
 MAX_SECONDS = 240.0
 MAX_HUNG = 2
-#: Seconds for which one agent may keep the event loop from all others.
-BLOCK_S = 1.0
-#: Seconds between two looks at the event loop, and looks that must all show the agent.
-LOOK_S, MIN_LOOKS = 0.1, 5
 #: Codes of the refusals that end a session.
 REFUSALS = ("max_calls_exceeded", "context_length_exceeded")
-
-
-def is_agent(name: str) -> bool:
-    """Return whether a name leads to a function, and not to a class as environments are."""
-    if not is_code(name):
-        return False
-    try:
-        loaded = load_code(name, {}, {}, kind="agent", signature="object")
-    except CodeError:  # the check of environments says what is wrong with it
-        return False
-    return callable(loaded) and not isinstance(loaded, type)
 
 
 @dataclass
@@ -94,97 +61,6 @@ class Episode:
     def calls(self) -> int:
         """The number of calls that were answered."""
         return len(self.trajectory.turns)
-
-
-class ObservedDriver:
-    """Runs agents with another driver, and keeps what the last one returned or raised."""
-
-    def __init__(self, driver: AgentDriver, while_running: Callable[[], Any]) -> None:
-        """`while_running` returns a context manager that is entered while an agent runs."""
-        self._driver, self._while_running = driver, while_running
-        self.timeout_s = driver.timeout_s
-        self.returned: Any = None
-        self.error: Exception | None = None
-
-    @property
-    def hung(self) -> int:
-        return self._driver.hung
-
-    async def run(self, task: AgentTask, url: str, key: str) -> Any:
-        try:
-            with self._while_running():
-                self.returned = await self._driver.run(task, url, key)
-        except Exception as error:
-            self.error = error
-            raise
-        return self.returned
-
-    def close(self) -> None:
-        self._driver.close()
-
-
-class ObservedEndpoint(Endpoint):
-    """An endpoint that keeps its refusals, (code, message) of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refused: list[tuple[str | None, str]] = []
-
-    def refuse(self, error: Any) -> Any:
-        self.refused.append((error.code, str(error)))
-        return super().refuse(error)
-
-
-class LoopWatch:
-    """Looks from a thread whether an agent with `async def` keeps the event loop from others.
-
-    While it does, no callback of the loop runs, and every look at the loop's thread finds a line
-    of the agent's file. A machine that is merely slow shows other lines, too.
-    """
-
-    def __init__(self, executor: ThreadExecutor, file: str) -> None:
-        self._executor, self._file = executor, file
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.blocked_lines: Counter[int] = Counter()
-
-    def __enter__(self) -> None:
-        self._end.clear()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-
-    def _watch(self) -> None:
-        end = self._end
-        while not end.is_set():
-            # The loop of this moment: the executor leaves one that is blocked for ever.
-            echo = self._executor.begin(_own_thread)
-            try:
-                thread_id = echo.result(BLOCK_S)
-            except TimeoutError:
-                end.wait(LOOK_S)
-                continue
-            echo = self._executor.begin(_own_thread)
-            start_time, lines = time.monotonic(), []
-            while not echo.done() and not end.wait(LOOK_S):
-                lines.append(self._line(sys._current_frames().get(thread_id)))
-                is_long = time.monotonic() - start_time > BLOCK_S and len(lines) >= MIN_LOOKS
-                if is_long and None not in lines and not echo.done():
-                    self.blocked_lines[lines[-1] or 0] += 1
-                    return
-            end.wait(LOOK_S)
-
-    def _line(self, frame: FrameType | None) -> int | None:
-        """Return the line of the agent's file that a thread is in; None if it is elsewhere."""
-        while frame is not None and frame.f_code.co_filename != self._file:
-            frame = frame.f_back
-        return frame.f_lineno if frame is not None else None
-
-
-async def _own_thread() -> int:
-    return threading.get_ident()
 
 
 @dataclass(kw_only=True)
@@ -270,6 +146,7 @@ class AgentCheck(Findings):
         first_prompt = None
         if engine.requests:
             first_prompt = _prompt_key(engine.requests[0])
+        # With the closing: an agent that is left running shows there.
         duration_s = time.monotonic() - start_time
         episode = Episode(
             kind,
@@ -369,6 +246,7 @@ class AgentCheck(Findings):
                 "tried"
             )
             return
+        # In the last call and early: an agent may guard one of them only.
         turn = episode.trajectory.turns[0]
         # As many tokens as the first call takes: there is room for nothing else.
         cases = {
@@ -407,6 +285,7 @@ class AgentCheck(Findings):
 
     def report(self) -> Iterator[str]:
         """Yield the lines of the report."""
+        # Figures of those that ended well only: the others are told as problems.
         ended = [e for e in self.episodes if e.trajectory.error is None]
         calls = [episode.calls for episode in ended]
         yield f"{len(ended)} of {len(self.episodes)} trajectories without an error, {sum(calls)} calls"
@@ -433,6 +312,7 @@ class AgentCheck(Findings):
             yield f"images: {self._images(ended)}"
             if names := Counter(name for e in ended for name in _metric_names(e.returned)):
                 yield f"recorded: {', '.join(f'{name} ({n} times)' for name, n in names.most_common(20))}"
+        # By code where one is meant to end a session; the other refusals differ in what they refuse.
         refused = Counter(
             message if code not in REFUSALS else code
             for e in self.episodes
@@ -490,55 +370,3 @@ def _metric_names(returned: Any) -> Iterator[str]:
 
 async def _without_reward(problem: Problem, answers: Sequence[Answer]) -> list[Score]:
     return [Score(0.0) for _ in answers]
-
-
-def _problem() -> Problem:
-    """Return the problem that is played if no data is given: a question with a picture."""
-    picture = Image.new("RGB", (96, 64), "white")
-    ImageDraw.Draw(picture).text((8, 24), "6 × 7 = ?", fill="black")
-    image = to_image_ref(picture, root=None)
-    parts = [
-        {"type": "image_url", "image_url": {"url": image.url}},
-        {"type": "text", "text": "What is it? Answer in \\boxed{}."},
-    ]
-    return Problem("check-env", ({"role": "user", "content": parts},), "42", (image,))
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Check an agent; return 0 if nothing breaks the contract, else 1.
-
-    Raises:
-        ConfigError: the agent or the data can't be loaded.
-    """
-    name = arguments.env_class
-    kwargs, form = parsed_overrides(arguments.overrides, "data.* for --data")
-    errors = [f"{key}: an agent has no keywords" for key in kwargs]
-    errors += [f"data.{key}: no such key here" for key in form.keys() - FORM_KEYS]
-    if errors:
-        raise ConfigError(*errors)
-    try:
-        check = _check_of(name, arguments.time_limit)
-        problems = [_problem()]
-        if arguments.data is not None:
-            problems = problems_of(arguments.data, form, MAX_PROBLEMS)
-    except (CodeError, RowError) as error:
-        raise ConfigError(str(error)) from error
-    asyncio.run(check.play(problems))
-    print("\n".join(check.report()))
-    print(check.verdict(name))
-    return 1 if check.problems else 0
-
-
-def _check_of(name: str, limit_s: float) -> AgentCheck:
-    """Return the check of an agent's function or command. Raises CodeError: there is none."""
-    if not is_code(name) or " " in name:
-        driver = CommandDriver(shlex.split(name), limit_s, AgentConfig().memory_gb)
-        return AgentCheck(file="", driver=driver)
-    # In this process, as with `cluster.backend: local`: its errors keep their lines.
-    executor = ThreadExecutor(limit_s)
-    driver = FunctionDriver(name, {}, executor)
-    function = inspect.unwrap(load_code(name, {}, {}, kind="agent", signature=AGENT_CALL))
-    file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    # Any other function has a thread of its own, which it may keep.
-    watch = LoopWatch(executor, file) if inspect.iscoroutinefunction(function) else None
-    return AgentCheck(file=file, driver=driver, watch=watch)

@@ -1,0 +1,1 @@
+"""The part of the verb `check-env` that plays agents."""
