@@ -327,6 +327,7 @@ WITH_SGLANG = (
     {"install": "--sglang --dev"},
     {"venv": ".venv-sglang"},
     ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    + ["-o", "faulthandler_timeout=240"]
     + ["tests/integration/sglang", "tests/e2e/test_sglang_run.py"]
     + ["tests/unit/models/test_attention.py", "tests/unit/models/test_layers.py"],
 )
