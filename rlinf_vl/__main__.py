@@ -191,6 +191,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.check_agent.main import is_agent
             from rlinf_vl.check_agent.main import main as check_agent
 
+            # A class is an environment; a function can only be an agent's.
             if arguments.agent or is_agent(arguments.env_class):
                 return check_agent(arguments)
             from rlinf_vl.rollout import check_env
