@@ -170,7 +170,8 @@ class AgentCheck(Findings):
             self.add_problem(
                 f"it did not end within {self.driver.timeout_s:g} s (rollout.agent.timeout)", where
             )
-        elif has_ended and error is not None:
+        # The same error without a refusal before: it is not the refusal that the agent fails at.
+        elif has_ended and error is not None and not self.has_raised("it", error):
             # Not by its text: a framework or a command may say it in words of its own.
             self.add_problem(
                 "it fails when the endpoint ends its session, as a run does at a limit of calls or "

@@ -27,11 +27,15 @@ class Findings:
 
     def add_raised(self, subject: str, where: str, error: BaseException) -> None:
         """Record an error that `subject` raised as a problem, once per line that raised it."""
-        line = self.line_of(error)
-        raised = f"{type(error).__name__}: {shorten(str(error), 200)}"
-        self.add_problem(
-            f"{subject} raised {raised}{line}", where, f"{subject} {type(error)}{line}"
-        )
+        raised = f"{type(error).__name__}: {shorten(str(error), 200)}{self.line_of(error)}"
+        self.add_problem(f"{subject} raised {raised}", where, self._kind(subject, error))
+
+    def has_raised(self, subject: str, error: BaseException) -> bool:
+        """Return whether an error of this type and line is among the problems."""
+        return self._kind(subject, error) in self.problems
+
+    def _kind(self, subject: str, error: BaseException) -> str:
+        return f"{subject} {type(error)}{self.line_of(error)}"
 
     def line_of(self, error: BaseException) -> str:
         """Return the line of the checked file, or else of any, that raised an error: " (…)"."""
