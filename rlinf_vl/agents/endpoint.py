@@ -31,6 +31,9 @@ MAX_BODY = 32 * 2**20
 IN_THREAD = 2**15
 #: Seconds that the server has to start.
 START_S = 30.0
+#: Seconds after which the server closes an idle connection. Clients close theirs long before (httpx
+#: after 5 s, uvicorn's default, too): a request on a connection that is just being closed fails.
+KEEP_ALIVE_S = 600
 
 
 class Session(Protocol):
@@ -89,6 +92,7 @@ class Endpoint:
                 access_log=False,
                 lifespan="off",
                 backlog=1024,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 # No proxy stands before it, and nobody reads who serves.
                 proxy_headers=False,
                 server_header=False,

@@ -20,6 +20,9 @@ from rlinf_vl.envs.base import STRICT_JSON
 _BUSY = (429, 502, 503, 504)
 #: Seconds between attempts: the first wait, doubled each time, and the longest one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
+#: Seconds after which an idle connection is closed. Servers close theirs after 5 s or more, and a
+#: request on a connection that is just being closed fails.
+_KEEP_ALIVE_S = 2.0
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for each request
 
@@ -82,7 +85,12 @@ class AppClient:
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         self._client = httpx.AsyncClient(
-            verify=_tls(), trust_env=False, timeout=self._timeout_s, headers=headers
+            verify=_tls(),
+            trust_env=False,
+            timeout=self._timeout_s,
+            headers=headers,
+            # As many as there are episodes: an agent's rollout keeps one to its end.
+            limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
         )
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
 """Agents that live in a task app: the example's app asks the policy itself, some replies are bad, some are lost."""
 
+import asyncio
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ from task_app import Relay, TaskApp
 from unit.rollout.test_agents import play
 
 from rlinf_vl.agents.app_driver import AppDriver, address_towards
+from rlinf_vl.envs.app_client import AppClient
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.agent_player import AgentPlayer
@@ -120,3 +122,36 @@ def test_an_app_here_reaches_the_endpoint_here_only():
     assert address_towards("http://localhost:8000") == "127.0.0.1"
     with pytest.raises(ValueError, match="is no address of an app"):
         AppDriver("tasks.example.org", None, 1.0)
+
+
+def test_two_hundred_rollouts_of_one_app_run_at_once():
+    """None of the app's replies comes before all 200 requests have."""
+
+    async def main():
+        requests, all_here = 0, asyncio.Event()
+
+        async def serve(reader, writer):
+            nonlocal requests
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = int(head.partition("content-length: ")[2].partition("\r")[0])
+            await reader.readexactly(length)
+            requests += 1
+            if requests == 200:
+                all_here.set()
+            await all_here.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+            writer.write(b"Content-Length: 12\r\n\r\n" + b'{"reward":1}')
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0, backlog=256) as server:
+            port = server.sockets[0].getsockname()[1]
+            app = AppClient(f"http://127.0.0.1:{port}", None, 60.0, 2**20, 8)
+            app.open()
+            try:
+                asked = [app.ask("POST", "rollout", 0.0, {"seed": seed}) for seed in range(200)]
+                return await asyncio.gather(*asked)
+            finally:
+                await app.close()
+
+    replies = asyncio.run(main())
+    assert [reply for reply, _ in replies] == [{"reward": 1}] * 200

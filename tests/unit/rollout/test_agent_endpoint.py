@@ -447,6 +447,24 @@ def test_it_listens_on_this_machine_only(processor):
     assert served.endpoint.url.startswith("http://127.0.0.1:")
 
 
+def test_an_idle_connection_stays_open(processor):
+    """Clients close theirs after 5 idle seconds; one that the server closes then loses a call."""
+
+    async def talk(client):
+        address = httpx.URL(served.endpoint.url)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        request = f"GET /health HTTP/1.1\r\nHost: {address.host}\r\n\r\n".encode()
+        for idle_s in (0, 6):
+            await asyncio.sleep(idle_s)
+            writer.write(request)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b"}")
+        writer.close()
+
+    served = Served(processor)
+    run(served, talk)
+
+
 def test_an_engine_that_dies_ends_the_trajectory(processor):
     async def talk(client):
         with pytest.raises(openai.InternalServerError, match="engine"):
