@@ -10,8 +10,10 @@ from scripted_engine import Scripted
 from unit.rollout.test_agents import play
 
 from rlinf_vl.agents.drivers import FunctionDriver
+from rlinf_vl.config import load_config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.preflight.inputs import RULES
 from rlinf_vl.rewards import grade_math
 from rlinf_vl.rollout.agent_player import AgentPlayer
 from rlinf_vl.rollout.agent_session import AgentLimits
@@ -23,7 +25,8 @@ from rlinf_vl.toy import drawings
 from rlinf_vl.toy.rectangle_tool import RectangleTool
 from rlinf_vl.types import Problem, SamplingParams
 
-EXAMPLE = Path(__file__).parents[3] / "examples/agents/rectangle_tool.py"
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples/agents/rectangle_tool.py"
 
 
 def call(name, a, b):
@@ -103,6 +106,16 @@ def assert_equal(ours, theirs):
         for name, array in other.arrays().items():
             np.testing.assert_array_equal(sequence.arrays()[name], array, err_msg=name)
         assert [image.hash for image, _ in sequence.images] == [i.hash for i, _ in other.images]
+
+
+@pytest.mark.parametrize("name", ["maze", "rectangle_tool"])
+def test_the_command_in_an_examples_docstring_starts_a_run(monkeypatch, name):
+    """Or at least what is checked of a config before a run does not refuse it."""
+    monkeypatch.chdir(ROOT)
+    lines = (ROOT / f"examples/agents/{name}.py").read_text().splitlines()
+    (command,) = [line.split() for line in lines if line.strip().startswith("rlinf-vl train")]
+    config = load_config(command[2], command[3:], RULES)
+    assert config.rollout.agent.function.endswith(f"{name}.py:solve")
 
 
 @pytest.mark.parametrize("case", ANSWERS)
