@@ -198,6 +198,18 @@ class AgentSession:
         digests = _digests(chat)
         call = self._begin(chat, digests)
         try:
+            await self._sample(call, chat)
+            reply = await asyncio.to_thread(self._reply, call, chat)
+            self._record(call, reply, digests)
+        finally:
+            # Not before the answer is recorded: its tokens would count nowhere meanwhile.
+            self._running.discard(call)
+            self._changed.set()
+        return reply
+
+    async def _sample(self, call: AgentCall, chat: ChatRequest) -> None:
+        """Have a call's answer sampled. Raises ChatError, as `complete` does."""
+        try:
             request = await asyncio.to_thread(self._request, call, chat)
             request = await self._with_room(call, request)
             await self._submit(call, request)
@@ -211,12 +223,6 @@ class AgentSession:
             raise ChatError(str(error), status=503) from error
         except (RowError, ImageError, ValueError) as error:
             raise ChatError(f"messages: {error}", param="messages") from error
-        finally:
-            self._running.discard(call)
-            self._changed.set()
-        reply = await asyncio.to_thread(self._reply, call, chat)
-        self._record(call, reply, digests)
-        return reply
 
     def _begin(self, chat: ChatRequest, digests: Sequence[bytes]) -> AgentCall:
         """Accept a call: find the call that it continues, and name its random stream."""

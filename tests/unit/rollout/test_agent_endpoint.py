@@ -6,6 +6,7 @@ import io
 import json
 import socket
 import struct
+import time
 import zlib
 from contextlib import asynccontextmanager
 
@@ -270,6 +271,27 @@ def test_an_image_is_decoded_once_however_often_it_is_sent(processor, monkeypatc
     run(served, talk)
     (sequence,) = served.opened.state.sequences
     assert len(decoded) == len(sequence.images) == 1
+
+
+def test_an_answer_counts_while_its_text_is_made(processor, monkeypatch):
+    """A call at the same time would take its room, and the trajectory exceed its length."""
+    make_reply = AgentSession._reply
+
+    def slow_reply(session, call, request):
+        time.sleep(0.3)
+        return make_reply(session, call, request)
+
+    monkeypatch.setattr(AgentSession, "_reply", slow_reply)
+
+    async def talk(client):
+        return await asyncio.gather(*(ask(client, [user(text)]) for text in ("What", "x = 3")))
+
+    served = Served(processor, "18")
+    served.limits = AgentLimits(max_calls=50, seq_length=70)
+    _, last_completion = run(served, talk)
+    last_request = served.engine.requests[-1]
+    before = served.opened.state.distinct_tokens - last_completion.usage.completion_tokens
+    assert before + last_request.sampling.max_new_tokens == 70
 
 
 def test_an_image_that_was_encoded_again_is_another_image_and_counted(processor):
