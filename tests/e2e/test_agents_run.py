@@ -1,11 +1,13 @@
-"""Agents as whole runs: the maze played by an agent's function is trained on as the maze played by the run itself."""
+"""Agents as whole runs: a toy that an agent's function plays is trained on as the environment of the same name is."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
@@ -13,10 +15,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
-AGENT = (
-    "rollout.env_class=single_turn",
-    f"rollout.agent.function={ROOT / 'examples/agents/maze.py'}:solve",
-)
+#: Toy → its supervised steps and its agent.
+AGENTS = {"toy-maze": (80, "maze"), "toy-tool": (90, "rectangle_tool")}
+
+
+def agent_overrides(agent: str) -> tuple[str, ...]:
+    """Return the overrides with which an agent of the examples plays instead of the environment."""
+    function = f"{ROOT / 'examples/agents' / agent}.py:solve"
+    return "rollout.env_class=single_turn", f"rollout.agent.function={function}"
+
+
+AGENT = agent_overrides("maze")
+#: At 1.0 the ids of the tail, each of a probability near 1e-5, cut the cumulative sum from which
+#: tokens are drawn into hundreds of pieces. A last digit then decides on a token in one run of two.
+COLD = "algorithm.sampling_params.temperature=0.5"
 #: What depends on time, or on the order in which requests arrive.
 APART = ("time/", "memory/", "sync/", "agent/", "val/agent/", "rollout/engine_busy")
 
@@ -34,29 +46,66 @@ def assert_same(ours: list[dict], theirs: list[dict]) -> None:
                 )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[list[dict], list[dict]]:
-    """The steps of the run that an agent plays, and of the one that the environment plays."""
-    rows = []
-    for name, overrides in (("agent", AGENT), ("environment", ())):
+def trajectories_of(run: Path) -> pd.DataFrame:
+    """Return a run's recorded trajectories, by their places in groups and steps."""
+    key = ["split", "step", "group_id", "sample"]
+    table = pd.read_parquet(run / "trajectories").set_index(key).sort_index()
+    assert table.index.is_unique
+    return table
+
+
+@pytest.fixture(scope="module", params=AGENTS)
+def runs(request, tmp_path_factory) -> tuple[Path, Path]:
+    """The folders of the run that an agent plays, and of the one that the environment plays."""
+    toy, (supervised, agent) = request.param, AGENTS[request.param]
+    folders = []
+    for name, overrides in (("agent", agent_overrides(agent)), ("environment", ())):
         folder = tmp_path_factory.mktemp(name)
-        rows.append(metrics_of(played_run(folder, "toy-maze", 80, STEPS, *overrides)))
-    return rows[0], rows[1]
+        folders.append(played_run(folder, toy, supervised, STEPS, COLD, *overrides))
+    return folders[0], folders[1]
 
 
 def test_an_agent_is_trained_on_as_the_environment_is(runs) -> None:
-    ours, theirs = runs
+    ours, theirs = map(metrics_of, runs)
     assert_engine_and_trainer_agree(ours, STEPS)
     assert_same(ours, theirs)
+    assert all(0 < row["reward/mean"] < 1 for row in ours[1:]), "something is learned from"
+
+
+def test_an_agents_trajectories_are_the_environments(runs) -> None:
+    """Token by token; the last digits of a logprob depend on who shares a batch."""
+    ours, theirs = map(trajectories_of, runs)
+    assert ours.index.equals(theirs.index) and ours.loc["train"].error.isna().all()
+    assert len(ours.loc["train"]) == STEPS * 128 and ours.loc["train"].reward.nunique() > 1
+    for column in ("response_ids", "response_mask", "weight_versions", "images"):
+        for own, other in zip(ours[column], theirs[column], strict=True):
+            np.testing.assert_array_equal(own, other, err_msg=column)
+    for column in ("reward", "correct", "finish_reason", "messages"):
+        assert (ours[column] == theirs[column]).all(), column
+    for column in ("rollout_logprobs", "train_logprobs"):
+        ours_flat, theirs_flat = (
+            np.concatenate(table.loc["train"][column].tolist()) for table in (ours, theirs)
+        )
+        assert np.isfinite(ours_flat).sum() > STEPS * 128
+        np.testing.assert_allclose(ours_flat, theirs_flat, rtol=0, atol=2e-5, err_msg=column)
+    turn_counts = set()
+    for own_text, other_text in zip(ours.turns, theirs.turns, strict=True):
+        own_turns, other_turns = json.loads(own_text)["turns"], json.loads(other_text)["turns"]
+        turn_counts.add(len(own_turns))
+        for own, other in zip(own_turns, other_turns, strict=True):
+            # Environments add the state and the calls of tools.
+            assert {"start", "end", "reward"} <= own.keys() and own.items() <= other.items()
+    assert len(turn_counts) > 2
 
 
 def test_an_agents_calls_are_metrics(runs) -> None:
-    ours, _ = runs
+    ours = metrics_of(runs[0])
     for row in ours[1:]:
         assert row["agent/calls"] == pytest.approx(row["rollout/turns_mean"])
         assert row["agent/resumed_share"] == 1 and row["agent/branches"] == 0
         assert row["agent/reencoded_images"] == row["agent/foreign_assistant_tokens"] == 0
-        assert row["env/success"] == pytest.approx(row["reward/mean"])
+        if "env/success" in row:  # the maze's
+            assert row["env/success"] == pytest.approx(row["reward/mean"])
     assert ours[-1]["val/agent/calls"] >= 1
 
 
