@@ -3,12 +3,14 @@
 import asyncio
 import os
 import random
+from dataclasses import replace
 
 from episodes import Talk, encoded, picture
 
 from rlinf_vl.agents import AgentResult
 from rlinf_vl.agents.contract import data_uri
 from rlinf_vl.rollout.observation import observe
+from rlinf_vl.toy.maze import Maze, distances
 
 
 def openai_messages(messages, problem):
@@ -50,6 +52,32 @@ async def play_env(env, task, client) -> AgentResult:
 
 async def talk(task, client):
     return await play_env(Talk(task.seed), task, client)
+
+
+class PaidMaze(Maze):
+    """The maze, whose moves are paid 1/16 for each cell nearer to the goal, and -1/16 for each farther."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(reward_max=1.0, reward_min=0.0, seed=seed)
+
+    @property
+    def distance(self) -> int:
+        """The number of moves to the goal."""
+        return distances(self.position.walls, self.position.goal)[self.position.agent]
+
+    def step(self, response):
+        distance = self.distance
+        result = super().step(response)
+        return replace(result, reward=(distance - self.distance) / 16)
+
+
+async def paid_walk(task, client):
+    """Walk the maze: each call has its reward, and being at the goal half a point; metrics repeat both."""
+    maze = PaidMaze(task.seed)
+    result = await play_env(maze, task, client)
+    reward = 0.5 if maze.distance == 0 else 0.0
+    metrics = {f"paid_{k}": paid for k, paid in enumerate(result.call_rewards.values())}
+    return replace(result, reward=reward, metrics=metrics | {"paid_at_goal": reward})
 
 
 def ask(text, *images):
