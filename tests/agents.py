@@ -3,9 +3,12 @@
 import asyncio
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from episodes import Talk, encoded, picture
+from openai import BadRequestError
 
 from rlinf_vl.agents import AgentResult
 from rlinf_vl.agents.contract import data_uri
@@ -88,63 +91,115 @@ def ask(text, *images):
 FURTHER_IMAGES = tuple(encoded(picture(32, 48, seed)) for seed in (1, 2))
 
 
+class Step(NamedTuple):
+    """A step of a wild agent.
+
+    Attributes:
+        action: what becomes of the conversation before it is sent; any other name leaves it alone.
+        conversation: the conversation's number, counted round and round.
+        calls: options of the calls that are made with it at once.
+        question: a text and numbers of images, which follow each reply.
+    """
+
+    action: str
+    conversation: int
+    calls: Sequence["CallOptions"]
+    question: tuple[str, Sequence[int]]
+
+
+class CallOptions(NamedTuple):
+    """Options of a call; a stream is closed after `pieces` of it, and None asks for no stream."""
+
+    max_tokens: int | None = None
+    pieces: int | None = None
+    tools: bool = False
+
+
+ACTIONS = ("go on", "edit", "compact", "foreign", "tool")
+
+
+def random_steps(seed: int) -> list[Step]:
+    """Draw the steps of a wild agent."""
+    draw = random.Random(seed)
+
+    def options() -> CallOptions:
+        pieces = draw.choice((1, 3, 9)) if draw.random() < 0.3 else None
+        return CallOptions(draw.choice((None, 2, 5)), pieces, draw.random() < 0.2)
+
+    steps = []
+    for _ in range(draw.randint(1, 5)):
+        calls = [options() for _ in range(draw.choice((1, 1, 1, 1, 1, 1, 1, 3)))]
+        images = draw.choices(range(3), k=draw.randint(0, 3))
+        question = draw.choice(("What", "x = 3", "")), images
+        action = draw.choice(("go on", *ACTIONS))
+        steps.append(Step(action, draw.randrange(1000), calls, question))
+    return steps
+
+
 async def wild(task, client):
-    """Calls in every order that an agent may: branches, edits, compaction, retries, parallel calls,
-    tools and their results, streams cut in the middle, and 0 to 3 images a message."""
-    draw = random.Random(task.seed)
+    """Take steps that the seed draws, or those of the column `steps` for it."""
+    steps = task.columns["steps"][task.seed] if task.columns else random_steps(task.seed)
+    return await take_steps(steps, task, client)
+
+
+async def take_steps(steps, task, client):
+    """Call in every order that an agent may: branches, edits, compaction, retries, parallel calls,
+    tools and their results, streams cut in the middle, and 0 to 3 images a message. A refused call
+    is the last one."""
+    images = (*task.problem.images, *FURTHER_IMAGES)
     conversations = [[ask("What", *task.problem.images)]]
 
-    def question():
-        images = task.problem.images + FURTHER_IMAGES
-        return ask(draw.choice(("What", "x = 3", "")), *draw.choices(images, k=draw.randint(0, 3)))
-
-    def tool_result(messages):
-        """A call that the agent says the policy has made, and what it returned."""
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return [*messages, reply, {"role": "tool", "tool_call_id": "c", "content": "6"}]
-
-    async def call(messages):
-        stream = draw.random() < 0.3
-        options = {"max_tokens": draw.choice((None, 2, 5)), "stream": stream}
-        if draw.random() < 0.2:
-            options["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-        options = {name: value for name, value in options.items() if value is not None}
+    async def call(messages, options):
+        settings: dict = {"stream": options.pieces is not None}
+        if options.max_tokens is not None:
+            settings["max_tokens"] = options.max_tokens
+        if options.tools:
+            settings["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         completion = await client.chat.completions.create(
-            model="policy", messages=messages, **options
+            model="policy", messages=messages, **settings
         )
-        if not stream:
+        if options.pieces is None:
             return completion.choices[0].message.model_dump(exclude_none=True)
         text, pieces = "", 0
         async for chunk in completion:
             if chunk.choices and chunk.choices[0].delta.content:
                 text += chunk.choices[0].delta.content
             pieces += 1
-            if draw.random() < 0.1:
+            if pieces == options.pieces:
                 await completion.close()  # cut in the middle
                 break
         return {"role": "assistant", "content": text}
 
-    for _ in range(draw.randint(1, 5)):
-        messages = draw.choice(conversations)
-        action = draw.choice(
-            ("go on", "go on", "retry", "edit", "compact", "parallel", "foreign", "tool")
-        )
-        if action == "parallel":
-            replies = await asyncio.gather(*(call(messages) for _ in range(3)))
-            conversations += [[*messages, reply, question()] for reply in replies]
-            continue
-        if action == "edit":
+    for step in steps:
+        messages = conversations[step.conversation % len(conversations)]
+        if step.action == "edit":
             messages = [ask("x = 3", *task.problem.images), *messages[1:]]
-        elif action == "compact":
+        elif step.action == "compact":
             messages = [ask("What"), messages[-1]] if len(messages) > 1 else messages
-        elif action == "foreign":
+        elif step.action == "foreign":
             messages = [ask("What"), {"role": "assistant", "content": "7"}, ask("x = 3")]
-        elif action == "tool":
+        elif step.action == "tool":
             messages = tool_result(messages)
-        reply = await call(messages)
-        conversations.append([*messages, reply, question()])
-    return draw.random()
+        # All are awaited: what an agent leaves running is cancelled with its end.
+        replies = await asyncio.gather(
+            *(call(messages, options) for options in step.calls), return_exceptions=True
+        )
+        text, numbers = step.question
+        question = ask(text, *(images[number] for number in numbers))
+        for reply in replies:
+            if isinstance(reply, BadRequestError):
+                return 0.0
+            if isinstance(reply, BaseException):
+                raise reply
+            conversations.append([*messages, reply, question])
+    return 1.0
+
+
+def tool_result(messages):
+    """Return a conversation with a call that the agent says the policy has made, and its result."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [*messages, reply, {"role": "tool", "tool_call_id": "c", "content": "6"}]
 
 
 async def crash(task, client):

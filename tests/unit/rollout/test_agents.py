@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from accounting import assert_scored_alike
 from episodes import Maker, Talk, encoded, make_player, picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from summaries import values
 
 from rlinf_vl.agents.drivers import FunctionDriver
 from rlinf_vl.rollout.agent_player import AgentPlayer
@@ -18,7 +21,7 @@ from rlinf_vl.rollout.env_executor import ThreadExecutor
 from rlinf_vl.rollout.generation_client import GenerationClient
 from rlinf_vl.rollout.group_player import EpisodeSettings
 from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.types import Problem, SamplingParams
+from rlinf_vl.types import GroupSummary, Problem, SamplingParams
 
 FILE = Path(agents.__file__)
 SHOWN = encoded(picture(48, 32, 9))
@@ -36,6 +39,8 @@ PROBLEM = Problem(
     "18",
     (SHOWN,),
 )
+#: The toy's chat template shows no tools; with this before it, it does.
+SHOWS_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
 
 
 def agent_player(toy, name, *, timeout_s=30.0, max_calls=100, seq_length=2048, **settings):
@@ -102,20 +107,69 @@ def test_an_agent_that_plays_an_environment_samples_what_the_player_samples(toy)
 @pytest.mark.quick("0")
 @pytest.mark.parametrize("first_seed", range(6))
 def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, monkeypatch, first_seed):
-    # The toy's chat template shows no tools; this one does.
-    shows = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     tokenizer = toy.processor.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", shows + tokenizer.chat_template)
+    monkeypatch.setattr(tokenizer, "chat_template", SHOWS_TOOLS + tokenizer.chat_template)
     engine = Recorder(toy.engine)
     player = agent_player(toy, "wild")
     player.client.engine = engine
     seeds = random.Random(first_seed).sample(range(10**6), 40)
     sampling = replace(sampling_of(toy), temperature=1.5)
     groups = play(player, [seeds[i : i + 4] for i in range(0, 40, 4)], sampling)
+    assert_sampled_tokens_are_trained(toy, groups, engine)
+    trajectories = [t for g in groups for t in g.trajectories]
+    images = [len(s.images) for t in trajectories for s in t.sequences]
+    assert min(images) == 0 and max(images) > 3
+    branches = [t.metrics["agent/branches"] for t in trajectories]
+    assert max(branches) > 1 and min(branches) == 0
+    assert any(t.metrics["agent/foreign_assistant_tokens"] for t in trajectories)
+    assert any(t.metrics["agent/resumed_share"] > 0 for t in trajectories)
+
+
+CALLS = st.builds(
+    agents.CallOptions,
+    max_tokens=st.sampled_from([None, 1, 5]),
+    pieces=st.sampled_from([None, 1, 9]),
+    tools=st.booleans(),
+)
+STEPS = st.builds(
+    agents.Step,
+    action=st.sampled_from(agents.ACTIONS),
+    conversation=st.integers(0, 5),
+    calls=st.lists(CALLS, min_size=1, max_size=3),
+    question=st.tuples(
+        st.sampled_from(["What", "", "x = 3"]) | st.text(max_size=8),
+        st.lists(st.integers(0, 2), max_size=3),
+    ),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(STEPS, min_size=1, max_size=5), min_size=1, max_size=4),
+    st.integers(0, 10_000),
+    st.sampled_from([120, 250, 2048]),
+)
+def test_a_group_of_any_agents_keeps_tokens_and_logprobs(toy, members, first_seed, seq_length):
+    """As above, with steps that shrink to the fewest that fail, and with limits that are reached."""
+    steps = {first_seed + number: member for number, member in enumerate(members)}
+    problem = replace(PROBLEM, columns={"steps": steps})
+    engine = Recorder(toy.engine)
+    player = agent_player(toy, "wild", seq_length=seq_length)
+    player.client.engine = engine
+    with pytest.MonkeyPatch.context() as patch:
+        tokenizer = toy.processor.tokenizer
+        patch.setattr(tokenizer, "chat_template", SHOWS_TOOLS + tokenizer.chat_template)
+        groups = play(player, [list(steps)], replace(sampling_of(toy), temperature=1.5), problem)
+    assert_sampled_tokens_are_trained(toy, groups, engine)
+    summary = GroupSummary.of(groups[0], toy.processor.image_token_id)
+    assert max(values(summary, "tokens")) <= seq_length
+
+
+def assert_sampled_tokens_are_trained(toy, groups, engine):
+    """Nothing that was sampled and returned is lost, trained twice, or trained with another logprob."""
     trajectories = [t for g in groups for t in g.trajectories]
     assert [t.error for t in trajectories if t.error] == []
     assert_scored_alike(toy, groups)
-    # Nothing that was sampled and returned is lost, trained twice, or trained with another logprob.
     assert sum(t.n_response_tokens for t in trajectories) == engine.sampled
     trained = []
     for trajectory in trajectories:
@@ -124,12 +178,6 @@ def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, monkeypatch, first_
             assert sequence.loss_mask[answer].all()
             trained.append((sequence.ids[answer].tolist(), sequence.logprobs[answer].tolist()))
     assert sorted(trained) == sorted(engine.answers)
-    images = [len(s.images) for t in trajectories for s in t.sequences]
-    assert min(images) == 0 and max(images) > 3
-    branches = [t.metrics["agent/branches"] for t in trajectories]
-    assert max(branches) > 1 and min(branches) == 0
-    assert any(t.metrics["agent/foreign_assistant_tokens"] for t in trajectories)
-    assert any(t.metrics["agent/resumed_share"] > 0 for t in trajectories)
 
 
 class Recorder:
