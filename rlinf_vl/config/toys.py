@@ -27,6 +27,9 @@ TOYS = {
         "rlinf_vl.toy.maze:TOY", ("id", "problem", "maze", "answer"), {"train": 4096, "val": 192}
     ),
     "toy-tool": ToyEntry("rlinf_vl.toy.rectangle_tool:TOY", _QUESTION_COLUMNS, _QUESTION_ROWS),
+    "toy-browser": ToyEntry(
+        "rlinf_vl.toy.buttons:TOY", ("id", "problem", "pages", "answer"), {"train": 4096, "val": 192}
+    ),
     # The data of `toy` with models of other families.
     "toy-qwen3_5": ToyEntry(
         "rlinf_vl.toy.drawings:QWEN3_5", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_5"

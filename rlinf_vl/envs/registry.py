@@ -24,6 +24,7 @@ ENVIRONMENTS = {
     "gymnasium": "rlinf_vl.envs.gymnasium:Gymnasium",
     "remote": "rlinf_vl.envs.remote:Remote",
     "browser": "rlinf_vl.envs.browser:Browser",
+    "buttons": "rlinf_vl.toy.buttons:Buttons",
     "maze": "rlinf_vl.toy.maze:Maze",
     "rectangle_tool": "rlinf_vl.toy.rectangle_tool:RectangleTool",
 }

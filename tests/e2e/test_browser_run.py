@@ -1,12 +1,16 @@
-"""Pages in a browser as a whole run in one process: a page that pays for the parity of an answer's length."""
+"""Pages in a browser as whole runs in one process: one that pays for the parity of an answer's length, and the embedded buttons."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from browser_pages import needs_browser
+from PIL import Image
 from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
+
+from rlinf_vl.toy.buttons import Page, make_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow, needs_browser]
 
@@ -44,3 +48,27 @@ def test_a_run_learns_from_what_pages_pay(tmp_path: Path) -> None:
         assert len({tuple(paths) for paths in group.images}) == 1
         assert all(len(json.loads(turns)["turns"]) == 1 for turns in group.turns)
     assert len({tuple(paths) for paths in table.images}) > 1
+
+
+def test_the_toy_clicks_in_a_browser(tmp_path: Path) -> None:
+    """After 120 supervised steps the model writes calls, and seldom where the buttons are."""
+    run = played_run(
+        tmp_path,
+        "toy-browser",
+        120,
+        1,
+        "algorithm.group_size=4",
+        "data.rollout_batch_size=8",
+        "data.val_samples=8",
+        "rollout.env_kwargs={timeout_s: 200}",
+        "rollout.turn_timeout=240",
+    )
+    rows = metrics_of(run)
+    assert_engine_and_trainer_agree(rows, 1)
+    assert rows[1]["env/blocked_requests"] == rows[1]["env/popups"] == 0
+    assert rows[1]["env/tool_calls"] > 0.5
+    table = pd.read_parquet(run / "trajectories").query("split == 'train'")
+    pages = {f"toy-browser:{row['id']}": row["pages"] for row in make_rows("train")}
+    for paths, problem_id in zip(table.images, table.problem_id, strict=True):
+        first_page = Page.of_text(pages[problem_id].split("/")[0])
+        assert (np.asarray(Image.open(run / paths[0])) == first_page.picture()).all()

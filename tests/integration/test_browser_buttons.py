@@ -1,0 +1,104 @@
+"""The embedded task of buttons in a real browser, beside what its warm start draws without one."""
+
+import io
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from browser_pages import TIMEOUT_S, needs_browser
+from PIL import Image
+
+from rlinf_vl.envs.browser_host import HOST
+from rlinf_vl.toy import buttons
+from rlinf_vl.toy.buttons import Buttons, Page
+from rlinf_vl.types import Problem
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), needs_browser]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def browser() -> Iterator[None]:
+    """End the browser after the tests."""
+    yield
+    HOST.close()
+
+
+def new_env(**keywords) -> Buttons:
+    return Buttons(
+        **{"grade": lambda response, answer: False, "reward_max": 1.0, "reward_min": -1.0}
+        | {"group_seed": 3, "timeout_s": TIMEOUT_S}
+        | keywords
+    )
+
+
+def problem_of(row: dict[str, str]) -> Problem:
+    content = [{"type": "text", "text": row["problem"]}]
+    columns = {"pages": row["pages"]}
+    return Problem("b", ({"role": "user", "content": content},), row["answer"], columns=columns)
+
+
+def pixels(part) -> np.ndarray:
+    image = part["image"]
+    if isinstance(image, bytes):
+        image = Image.open(io.BytesIO(image)).convert("RGB")
+    return np.asarray(image)
+
+
+def plain(messages) -> list:
+    """Return messages without roles, with pixels as lists."""
+    return [
+        [pixels(part).tolist() if part["type"] == "image" else part["text"] for part in content]
+        for content in (message["content"] for message in messages)
+    ]
+
+
+def test_the_browser_shows_what_the_warm_start_has_seen(monkeypatch) -> None:
+    """Every message of a demonstration, pixel for pixel, and the same end."""
+    rows = []
+    draw_row = buttons.draw_row
+    monkeypatch.setattr(
+        buttons, "draw_row", lambda split, rng: rows.append(draw_row(split, rng)) or rows[-1]
+    )
+    rng, rights = np.random.default_rng(0), set()
+    for _ in range(12):
+        messages = buttons.demonstrate(rng)
+        row = rows[-1]
+        env = new_env()
+        shown, results = env.start(problem_of(row)), []
+        for answer in messages[1::2]:
+            results.append(env.step(answer["content"]))
+            shown += results[-1].messages
+        assert plain(shown) == plain(messages[::2])
+        assert [result.done for result in results] == [False] * (len(results) - 1) + [True]
+        last_page = Page.of_text(row["pages"].split("/")[len(results) - 1])
+        asked = row["answer"].split(" ")[len(results) - 1]
+        rights_of_episode = len(results) - 1
+        rights_of_episode += messages[-1]["content"] == last_page.answer(asked)
+        rights.add(rights_of_episode)
+        # From -1 to 1, half for each right click.
+        assert sum(result.reward for result in results) == rights_of_episode - 1
+        assert results[-1].info["correct"] is (rights_of_episode == 2)
+        env.close()
+    assert rights == {0, 1, 2}
+
+
+def test_a_click_beside_the_buttons_asks_again() -> None:
+    row = {"problem": "Click red", "pages": "red00 green13 blue32/" * 2, "answer": "red blue"}
+    env = new_env()
+    start = env.start(problem_of(row | {"pages": row["pages"].rstrip("/")}))
+    miss = '<tool_call>{"name":"click","arguments":{"x":40,"y":40}}</tool_call>'
+    result = env.step(miss)
+    # Paid at once, so that an episode that is cut short is worth a wrong answer.
+    assert not result.done and result.reward == -1
+    assert plain(result.messages) == [plain(start)[0][::-1]]
+    env.close()
+
+
+def test_grey_pictures_are_the_control_and_bad_pages_are_named() -> None:
+    row = buttons.make_rows("val")[0]
+    env = new_env(blank=True)
+    (message,) = env.start(problem_of(row))
+    assert (pixels(message["content"][0]) == 128).all()
+    env.close()
+    with pytest.raises(ValueError, match="pages: 'red00' must name red, green, blue"):
+        new_env().start(problem_of(row | {"pages": "red00"}))
