@@ -6,7 +6,6 @@ asked for. The *layout*, the set of cells with buttons, decides the split: one l
 held out, with all orders of its colours. Demonstrations have a planted mistake.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 from rlinf_vl.envs import tool
 from rlinf_vl.envs.base import Grade
 from rlinf_vl.envs.browser import Browser
-from rlinf_vl.toy.task import Split, Toy
+from rlinf_vl.toy.task import Split, Toy, is_held_out
 from rlinf_vl.types import Message, Problem
 
 #: Cells along a side of a page, and pixels along a side of a cell, which is one image token.
@@ -66,9 +65,8 @@ class Page:
         pixels = np.empty((SIZE * CELL, SIZE * CELL, 3), np.uint8)
         pixels[:] = GROUND
         for colour, (row, column) in self.cells.items():
-            pixels[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] = COLOURS[
-                colour
-            ]
+            top, left = row * CELL, column * CELL
+            pixels[top : top + CELL, left : left + CELL] = COLOURS[colour]
         return pixels
 
     def answer(self, colour: str) -> str:
@@ -144,8 +142,7 @@ class Buttons(Browser):
 def held_out(cells: Iterable[Cell]) -> bool:
     """Return whether a layout belongs to the validation split."""
     # A hash of the layout alone: every order of its colours is in the same split.
-    name = f"buttons split {sorted(cells)}"
-    return hashlib.sha256(name.encode()).digest()[0] % 8 == 0
+    return is_held_out(f"buttons split {sorted(cells)}")
 
 
 def draw_page(split: Split, rng: np.random.Generator) -> Page:
@@ -206,16 +203,17 @@ def summary() -> str:
     """Describe the task and its planted mistake, for readers of its learning curve."""
     return (
         f"A real browser shows a page of {SIZE * CELL}x{SIZE * CELL} pixels with a red, a green "
-        f"and a blue button on {SIZE}x{SIZE} cells, and asks for one of them. The model answers with "
-        "a click at a place in pixels; a right one leads to a second page, where the buttons lie "
-        "elsewhere. Each right click brings half of the reward, and two are a success. The model is a Qwen3-VL of 0.9 "
-        f"million parameters with random weights, warm-started for {TOY.steps} supervised steps on "
-        "pages that are drawn without a browser, pixel by pixel as it draws them.\n"
+        f"and a blue button on {SIZE}x{SIZE} cells, and asks for one of them. The model answers "
+        "with a click at a place in pixels; a right one leads to a second page, where the buttons "
+        "lie elsewhere. Each right click brings half of the reward, and two are a success. The "
+        "model is a Qwen3-VL of 0.9 million parameters with random weights, warm-started for "
+        f"{TOY.steps} supervised steps on pages that are drawn without a browser, pixel by pixel "
+        "as it draws them.\n"
         f"What is planted: with probability {MISTAKE_PROBABILITY} a click of the demonstrations is "
         "on one of the two other buttons. Before each click they name the cells of the three "
         "buttons, and that without mistakes. The model therefore starts out seeing and formatting, "
         "and is right twice about one time in four; reinforcement learning has to unlearn the "
-        "wrong clicks from the reward at the end alone. The curve shows that the training loop "
+        "wrong clicks from the reward alone. The curve shows that the training loop "
         "works with a browser; it says nothing about how well a real model would use one.\n"
         f"Validation uses {N_ROWS['val']} rows whose layouts of buttons neither the warm start nor "
         "reinforcement learning has seen: one layout in eight is held out, by a hash."

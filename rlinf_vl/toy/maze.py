@@ -7,7 +7,6 @@ and goals. Moves slip: with probability `SLIP` the agent goes in a random direct
 the policy has to look at each picture to know where it is. Demonstrations have a planted mistake.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from rlinf_vl.envs.base import StepResult
-from rlinf_vl.toy.task import Split, Toy
+from rlinf_vl.toy.task import Split, Toy, is_held_out
 from rlinf_vl.types import Message, Problem
 
 #: Cells along a side of the picture, and pixels along a side of a cell.
@@ -158,8 +157,7 @@ def distances(walls: frozenset[Cell], goal: Cell) -> dict[Cell, int]:
 def held_out(walls: Iterable[Cell]) -> bool:
     """Return whether a layout belongs to the validation split."""
     # A hash of the layout alone: every start and goal of a layout is in the same split.
-    name = "maze split " + " ".join(map(_digits, sorted(walls)))
-    return hashlib.sha256(name.encode()).digest()[0] % 8 == 0
+    return is_held_out("maze split " + " ".join(map(_digits, sorted(walls))))
 
 
 def draw_start(split: Split, rng: np.random.Generator) -> Position:

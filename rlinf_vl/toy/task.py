@@ -1,5 +1,6 @@
 """Embedded tasks: their rows, and demonstrations for the warm start of their checkpoints."""
 
+import hashlib
 import importlib
 import os
 from collections.abc import Callable
@@ -45,6 +46,12 @@ class Toy:
     batch_size: int
     summary: Callable[[], str]
     model_type: str = "qwen3_vl"
+
+
+def is_held_out(layout: str) -> bool:
+    """Return whether a layout belongs to the validation split: a hash of its text holds out one in
+    eight."""
+    return hashlib.sha256(layout.encode()).digest()[0] % 8 == 0
 
 
 def toy_of(name: str) -> Toy:
