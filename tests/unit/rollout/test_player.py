@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,6 +121,10 @@ def play(player, n=1, problem=PROBLEM, **sampling):
 
 
 def closed_once(env_class, n):
+    """Whether `n` environments were made and each was closed, once; a slow close has time."""
+    deadline = time.monotonic() + 60
+    while not all("close" in env.calls for env in env_class.made) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return len(env_class.made) == n and all(
         env.calls.count("close") == 1 == env.calls[-1:].count("close") for env in env_class.made
     )
@@ -595,13 +600,17 @@ def test_environments_are_closed_where_the_engine_dies(processor, env_class):
     engine = Scripted(processor, [None])
     player = player_of(processor, engine, env_class)
 
-    def die():
+    async def die_once_asked():
+        group = await player.start_group(PROBLEM, range(3), SamplingParams(), patience_s=None)
+        player.submit_first_requests([group])
+        playing = asyncio.ensure_future(player.play_group("g", group))
+        await asyncio.sleep(0.05)
         engine.is_alive = False
         engine.futures[0].set_exception(RuntimeError("gone"))
+        await playing
 
-    threading.Timer(0.2, die).start()
     with pytest.raises(EngineDied, match="gone"):
-        play(player, 3)
+        asyncio.run(die_once_asked())
     assert closed_once(env_class, 3)
 
 
