@@ -9,6 +9,9 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 from rlinf_vl.data.sources import open_source
 
 N_ROWS = 32
+_SOURCE = open_source("toy", "train")
+#: Read once: sessions are made in threads, and `datasets` is not safe in several.
+ROWS = [_SOURCE.row(number, ["problem", "images", "answer"]) for number in range(N_ROWS)]
 
 
 class Answer(Action):
@@ -34,14 +37,10 @@ class Toy(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        source = open_source("toy", "train")
-        self._rows = [
-            source.row(number, ["problem", "images", "answer"]) for number in range(N_ROWS)
-        ]
-        self._row, self._state = self._rows[0], State(step_count=0)
+        self._row, self._state = ROWS[0], State(step_count=0)
 
     def reset(self, seed: int | None = None, number: int | None = None, **kwargs) -> Question:
-        self._row = self._rows[(seed if number is None else number) % N_ROWS]
+        self._row = ROWS[(seed if number is None else number) % N_ROWS]
         self._state = State(step_count=0)
         return self._question(0.0, False)
 
