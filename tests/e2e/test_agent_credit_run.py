@@ -27,7 +27,7 @@ def run(tmp_path_factory) -> Path:
             80,
             STEPS,
             "rollout.env_class=single_turn",
-            f"rollout.agent.function={ROOT / 'tests/agents.py'}:paid_walk",
+            f"rollout.agent.function={ROOT / 'tests/scripted_agents.py'}:paid_walk",
             "algorithm.credit=turn",
             f"algorithm.turn_discount={DISCOUNT}",
         )

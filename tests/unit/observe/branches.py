@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import agents
 import numpy as np
+import scripted_agents
 from episodes import encoded, picture
 from scripted_engine import Scripted
 from unit.rollout.test_agents import play
@@ -31,7 +31,7 @@ def branching_group(checkpoint: Path):
     """A group of one trajectory of six calls: turn 4 goes on from turn 2, turns 5 and 6 begin anew."""
     processor = Processor(checkpoint, family_of("qwen3_vl"))
     client = GenerationClient(Scripted(processor, ANSWERS), Renderer(processor), 30.0)
-    driver = FunctionDriver(f"{agents.__file__}:branching", {}, ThreadExecutor(120.0))
+    driver = FunctionDriver(f"{scripted_agents.__file__}:branching", {}, ThreadExecutor(120.0))
     limits = AgentLimits(20, 4096)
     player = AgentPlayer(client, EpisodeSettings(), driver, limits, (0.0, 1.0))
     sampling = SamplingParams(max_new_tokens=50, stop_ids=processor.stop_ids)

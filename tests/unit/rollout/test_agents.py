@@ -5,9 +5,9 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import agents
 import numpy as np
 import pytest
+import scripted_agents
 from accounting import assert_scored_alike
 from episodes import Maker, Talk, encoded, make_player, picture
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ from rlinf_vl.rollout.group_player import EpisodeSettings
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import GroupSummary, Problem, SamplingParams
 
-FILE = Path(agents.__file__)
+FILE = Path(scripted_agents.__file__)
 SHOWN = encoded(picture(48, 32, 9))
 PROBLEM = Problem(
     "p:0",
@@ -126,14 +126,14 @@ def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, monkeypatch, first_
 
 
 CALLS = st.builds(
-    agents.CallOptions,
+    scripted_agents.CallOptions,
     max_tokens=st.sampled_from([None, 1, 5]),
     pieces=st.sampled_from([None, 1, 9]),
     tools=st.booleans(),
 )
 STEPS = st.builds(
-    agents.Step,
-    action=st.sampled_from(agents.ACTIONS),
+    scripted_agents.Step,
+    action=st.sampled_from(scripted_agents.ACTIONS),
     conversation=st.integers(0, 5),
     calls=st.lists(CALLS, min_size=1, max_size=3),
     question=st.tuples(
