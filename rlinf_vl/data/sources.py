@@ -205,7 +205,14 @@ def _is_plain(feature: Any) -> bool:
         return _is_plain(feature.feature)
     if isinstance(feature, datasets.Value):
         return "binary" not in feature.dtype
-    return isinstance(feature, (datasets.Json, datasets.ClassLabel))
+    return isinstance(feature, datasets.ClassLabel) or _is_json(feature)
+
+
+def _is_json(feature: Any) -> bool:
+    """Return whether a column is one of mixed types, which `datasets` encodes as JSON since 4.7."""
+    import datasets
+
+    return isinstance(feature, getattr(datasets, "Json", ()))
 
 
 def _python(feature: Any, value: Any) -> Any:
@@ -217,7 +224,7 @@ def _python(feature: Any, value: Any) -> Any:
 
     if value is None:
         return None
-    if isinstance(feature, datasets.Json):
+    if _is_json(feature):
         return json.loads(value)
     if isinstance(feature, datasets.Value) and feature.dtype in ("float16", "float32"):
         return np.dtype(feature.dtype).type(value)

@@ -154,7 +154,11 @@ def _load(path: str) -> Any:
         with _without_handlers(), ThreadPoolExecutor(1) as pool:
             environment = pool.submit(load).result()
     except Exception as error:  # an environment may raise anything
-        raise ValueError(f"verifiers:{name} can't be made: {error}") from error
+        reason = str(error)
+        # The package hides a failed import behind the advice to install an extra.
+        if isinstance(error.__cause__, ImportError):
+            reason += f" ({error.__cause__})"
+        raise ValueError(f"verifiers:{name} can't be made: {reason}") from error
     if environment.requires_group_rollouts:
         raise ValueError(
             f"verifiers:{name} has reward functions of whole groups, which need all its answers at "

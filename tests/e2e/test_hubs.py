@@ -14,29 +14,43 @@ import pytest
 from whole_run import metrics_of
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What the environments were tried with.
-PACKAGES = ("verifiers==0.3.1", "openenv==0.10.0")
+#: What the environments were tried with: both ends of a range, and what each resolves to with the
+#: packages of a run, behind which it stands.
+PACKAGES = ("verifiers==0.3.1", "openenv==0.10.0", "antlr4-python3-runtime==4.9.3")
+OLDEST = ("verifiers==0.1.14", "antlr4-python3-runtime==4.9.3")
 STEPS = 3
 IN_PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-@pytest.fixture(scope="module")
-def hub_python(tmp_path_factory) -> str:
-    """A Python with the packages beside those of this one; skipped where they can't be fetched."""
-    folder = tmp_path_factory.mktemp("hubs")
+def python_with(folder: Path, *packages: str) -> str:
+    """A Python with packages beside those of this one; skips where they can't be fetched."""
     venv.create(folder, with_pip=True)
     python = folder / "bin/python"
     command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    own_packages = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # Behind its own: what it installs itself comes first.
-    Path(packages, "tests.pth").write_text(sysconfig.get_path("purelib"))
-    install = [str(python), "-m", "pip", "install", "-q", *PACKAGES]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        pytest.skip(f"the packages can't be installed: {done.stderr[-300:]}")
+    Path(own_packages.strip(), "tests.pth").write_text(sysconfig.get_path("purelib"))
+    # pip tries versions for minutes before it finds those that 0.1.14 goes with; uv for seconds.
+    for install in (
+        [str(python), "-m", "pip", "install", "-q", "uv"],
+        [str(folder / "bin/uv"), "pip", "install", "-q", "--python", str(python), *packages],
+    ):
+        done = subprocess.run(install, capture_output=True, text=True, timeout=900)
+        if done.returncode:
+            pytest.skip(f"the packages can't be installed: {done.stderr[-300:]}")
     return str(python)
+
+
+@pytest.fixture(scope="module")
+def hub_python(tmp_path_factory) -> str:
+    return python_with(tmp_path_factory.mktemp("hubs"), *PACKAGES)
+
+
+@pytest.fixture(scope="module")
+def oldest_python(tmp_path_factory) -> str:
+    return python_with(tmp_path_factory.mktemp("oldest"), *OLDEST)
 
 
 @pytest.fixture
@@ -65,7 +79,7 @@ def server(hub_python):
 def trained(python: str, folder: Path, *overrides: str) -> Path:
     """The folder of a run of three steps with these overrides, whose metrics are sound."""
     command = [
-        *(python, "-m", "rlinf_vl", "train", "toy-grpo-cpu", "cluster.backend=local"),
+        *(python, "-m", "rlinf_vl", "train", "toy-grpo-cpu"),
         f"runner.output_dir={folder}",
         f"runner.max_steps={STEPS}",
         "runner.val_check_interval=-1",
@@ -97,26 +111,38 @@ def assert_paid_alike(python: str, kind: str, run: Path, *url: str) -> None:
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7)  # ours are kept in float32
 
 
-def test_an_environment_of_verifiers_trains(hub_python, tmp_path):
+def verifiers_run(python: str, folder: Path, *overrides: str) -> None:
+    """Train on an environment of verifiers, and compare its metrics and rewards."""
     run = trained(
-        hub_python,
-        tmp_path,
+        python,
+        folder,
         "rollout.env_class=verifiers:verifiers-toy",
         "rollout.env_kwargs.tries=2",
         "data.train_data_paths=[verifiers://verifiers-toy]",
         "data.val_data_paths=[verifiers://verifiers-toy]",
+        *overrides,
     )
     for row in metrics_of(run):
         assert row["env/num_turns"] == row["agent/calls"] > 1
         assert row["agent/branches"] == row["agent/reencoded_images"] == 0
         assert row["reward/mean"] == pytest.approx(row["env/right"] + row["env/brief"] / 4)
-    assert_paid_alike(hub_python, "verifiers", run)
+    assert_paid_alike(python, "verifiers", run)
+
+
+def test_an_environment_of_verifiers_trains_on_ray(hub_python, tmp_path):
+    verifiers_run(hub_python, tmp_path)
+
+
+def test_the_oldest_verifiers_trains(oldest_python, tmp_path):
+    """With the older `datasets` that it asks for."""
+    verifiers_run(oldest_python, tmp_path, "cluster.backend=local")
 
 
 def test_an_openenv_server_trains(hub_python, server, tmp_path):
     run = trained(
         hub_python,
         tmp_path,
+        "cluster.backend=local",
         f"rollout.env_class=openenv:{server}",
         "rollout.env_kwargs={fields: [picture, question], reset_columns: [seed]}",
         "data.train_data_paths=[seeds://64]",
@@ -128,11 +154,20 @@ def test_an_openenv_server_trains(hub_python, server, tmp_path):
     assert_paid_alike(hub_python, "openenv", run, server)
 
 
-def test_the_tests_of_the_packages_pass_where_they_are(hub_python):
+@pytest.mark.parametrize(
+    ("python", "files"),
+    [
+        ("hub_python", ("envs/test_openenv.py", "data/test_verifiers_rows.py")),
+        # Columns of mixed types came with a later `datasets`.
+        ("oldest_python", ("data/test_verifiers_rows.py", "data/test_dataset.py", "-knot mixed")),
+    ],
+)
+def test_the_tests_of_the_packages_pass_where_they_are(python, files, request):
     """Elsewhere they are skipped."""
-    files = ("tests/unit/envs/test_openenv.py", "tests/unit/data/test_verifiers_rows.py")
     options = ("-p", "no:cacheprovider", "-q", "-o", "addopts=--import-mode=importlib")
-    command = [hub_python, "-m", "pytest", *options, *files]
+    command = [request.getfixturevalue(python), "-m", "pytest", *options, *files]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT / "tests/unit", capture_output=True, text=True
+    )
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
