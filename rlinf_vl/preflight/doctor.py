@@ -49,6 +49,9 @@ TESTED: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.23",),
     "torch_memory_saver": ("0.0.10",),
     "fla-core": ("0.6.0",),
+    "verifiers": ("0.1.14", "0.3.1"),
+    "openenv": ("0.10.0",),
+    "miniwob": ("1.1.0",),
 }
 #: The oldest NVIDIA driver for each major version of CUDA.
 DRIVERS = {13: 580, 12: 525}

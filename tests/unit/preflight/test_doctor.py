@@ -112,6 +112,15 @@ def test_allocator_settings_that_the_memory_saver_refuses():
         assert (found["environment"].status if "environment" in found else None) == status
 
 
+def test_packages_of_hubs_are_judged_where_they_are_installed():
+    packages = GPUS.packages | {"verifiers": "0.3.1", "openenv": "0.9.0", "miniwob": None}
+    found = lines(dataclasses.replace(GPUS, packages=packages))
+    assert found["verifiers"].status == "ok" and "miniwob" not in found
+    assert (
+        found["openenv"].status == "warn" and "not tested; tested: 0.10.0" in found["openenv"].text
+    )
+
+
 def test_packages():
     packages = GPUS.packages | {"torch": "2.12.1+cu130", "ray": None, "sglang": None}
     found = lines(dataclasses.replace(GPUS, packages=packages))
