@@ -28,7 +28,9 @@ TOYS = {
     ),
     "toy-tool": ToyEntry("rlinf_vl.toy.rectangle_tool:TOY", _QUESTION_COLUMNS, _QUESTION_ROWS),
     "toy-browser": ToyEntry(
-        "rlinf_vl.toy.buttons:TOY", ("id", "problem", "pages", "answer"), {"train": 4096, "val": 192}
+        "rlinf_vl.toy.buttons:TOY",
+        ("id", "problem", "pages", "answer"),
+        {"train": 4096, "val": 192},
     ),
     # The data of `toy` with models of other families.
     "toy-qwen3_5": ToyEntry(
