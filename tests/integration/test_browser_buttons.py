@@ -1,14 +1,19 @@
 """The embedded task of buttons in a real browser, beside what its warm start draws without one."""
 
+import asyncio
 import io
 from collections.abc import Iterator
 
 import numpy as np
+import psutil
 import pytest
 from browser_pages import TIMEOUT_S, needs_browser
 from PIL import Image
 
+from rlinf_vl.config.load import parse_config
 from rlinf_vl.envs.browser_host import HOST
+from rlinf_vl.rollout.env_makers import env_maker_of
+from rlinf_vl.rollout.env_processes import ProcessEnvMaker
 from rlinf_vl.toy import buttons
 from rlinf_vl.toy.buttons import Buttons, Page
 from rlinf_vl.types import Problem
@@ -102,3 +107,31 @@ def test_grey_pictures_are_the_control_and_bad_pages_are_named() -> None:
     env.close()
     with pytest.raises(ValueError, match="pages: 'red00' must name red, green, blue"):
         new_env().start(problem_of(row | {"pages": "red00"}))
+
+
+def test_a_browser_of_env_processes_shows_the_same_and_ends_with_its_process() -> None:
+    overrides = (
+        "rollout.env_processes=1",
+        f"rollout.env_kwargs={{timeout_s: {TIMEOUT_S}}}",
+        "rollout.turn_timeout=240",
+    )
+    config = parse_config("toy-browser-cpu", overrides)
+    maker = ProcessEnvMaker(config, env_maker_of(config), 240.0)
+    row = buttons.draw_row("val", np.random.default_rng(0))
+    problem = problem_of(row)
+    answer = Page.of_text(row["pages"].split("/")[0]).answer(row["answer"].split(" ")[0])
+
+    async def play(env) -> tuple[list, set[psutil.Process]]:
+        messages = [*await env.start(problem), *(await env.step(answer)).messages]
+        processes = set(psutil.Process().children(recursive=True)) - of_other_tests
+        maker.close()  # as a worker does, while the episode goes on
+        return messages, processes
+
+    of_other_tests = set(psutil.Process().children(recursive=True))
+    messages, processes = asyncio.run(play(maker(problem, 1, 3)))
+    assert len(processes) > 2, "a process of environments, Playwright's driver, Chromium"
+    _, still_running = psutil.wait_procs(list(processes), timeout=120)
+    assert not still_running
+    env = new_env()
+    assert plain(messages) == plain([*env.start(problem), *env.step(answer).messages])
+    env.close()
