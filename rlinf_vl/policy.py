@@ -50,12 +50,13 @@ class Policy:
         *,
         device: str,
         thinking: str = "auto",
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._processor = processor
         # Of the text: the vision tower has positions of its own.
         text_config = model.config.get_text_config()
         self.context_length: int = text_config.max_position_embeddings
-        self.renderer = Renderer(processor, thinking)
+        self.renderer = Renderer(processor, thinking, template_variables)
         self.engine = TorchEngine(
             model,
             family,
@@ -141,18 +142,21 @@ def load_policy(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model_dtype = DTYPES[dtype or ("bf16" if device == "cuda" else "fp32")]
     processor_options: dict[str, Any] = {}
-    thinking = "auto"
+    template_options: dict[str, Any] = {}
     if (path / STATE_FILE).is_file() or checkpoints(path):
         trusted = trust_run_code or (isinstance(folder, Run) and folder.trust_run_code)
         model, family, base, config = restore(path, trusted)
         merge_adapters(model)
-        # Prompts must look as in training: images of the same size, the same thinking mode.
+        # Prompts must look as in training: images of the same size, the same template.
         processor_options = {
             "min_pixels": config.data.image_min_pixels,
             "max_pixels": config.data.image_max_pixels,
             "trust_remote_code": config.rollout.model.trust_remote_code,
         }
-        thinking = config.rollout.thinking.mode
+        template_options = {
+            "thinking": config.rollout.thinking.mode,
+            "template_variables": config.rollout.chat_template_kwargs,
+        }
     else:
         base = _base(str(folder), path)
         family = family_of("auto", base)
@@ -161,7 +165,7 @@ def load_policy(
         if base != str(path) and (path / ADAPTERS).is_file():
             model = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     processor = Processor(base, family, **processor_options)
-    return Policy(model.to(model_dtype), family, processor, device=device, thinking=thinking)
+    return Policy(model.to(model_dtype), family, processor, device=device, **template_options)
 
 
 def _base(name: str, path: Path) -> str:

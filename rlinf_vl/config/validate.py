@@ -13,6 +13,7 @@ from typing import Any
 
 from rlinf_vl.config.actor_rules import actor_problems
 from rlinf_vl.config.algorithm_rules import algorithm_problems, correction_problems
+from rlinf_vl.config.chat_template import RESERVED
 from rlinf_vl.config.hubs import VERIFIERS, VERIFIERS_ROWS, is_verifiers_name, parse_rows_path
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.placement import check_placement, shares_slots
@@ -39,6 +40,7 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
         _agent,
         _verifiers,
         _thinking,
+        _chat_template,
         _runner,
         _lengths,
         algorithm_problems,
@@ -261,6 +263,17 @@ def _thinking(config: Config) -> Iterator[str]:
             f"rollout.thinking.budget: {budget} leaves no room for an answer in "
             f"algorithm.{name}.max_new_tokens={answer_tokens}; lower it, or raise max_new_tokens"
         )
+
+
+def _chat_template(config: Config) -> Iterator[str]:
+    for name, value in config.rollout.chat_template_kwargs.items():
+        if name in RESERVED:
+            hint = (
+                "set rollout.thinking.mode"
+                if name == "enable_thinking"
+                else "the run sets it itself"
+            )
+            yield f"rollout.chat_template_kwargs: {name}={value!r}; leave it out: {hint}"
 
 
 def _runner(config: Config) -> Iterator[str]:

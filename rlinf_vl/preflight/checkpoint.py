@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config import Config
+from rlinf_vl.config.chat_template import unnamed_variables
 from rlinf_vl.config.toys import TOKEN_SIDE, TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.errors import ConfigError, nearest
@@ -33,7 +34,7 @@ def checkpoint(config: Config) -> Iterator[str]:
     if path in TOYS:
         yield from _family(config, TOYS[path].model_type)
         yield from _pixels(config, TOKEN_SIDE)
-        yield from _thinking(config, "")
+        yield from _template(config, "")
     elif not path:
         yield f"{key}: empty; {hint}"
     elif os.path.isdir(path):
@@ -82,16 +83,17 @@ def _model_folder(config: Config, folder: Path) -> Iterator[str]:
         folder / name
         for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     )
-    yield from _thinking(
+    yield from _template(
         config, "".join(file.read_text(errors="replace") for file in templates if file.is_file())
     )
 
 
-def _thinking(config: Config, template: str) -> Iterator[str]:
-    """Yield a problem where the chat template seems not to know the thinking mode.
+def _template(config: Config, template: str) -> Iterator[str]:
+    """Yield a problem for each option that the chat template seems not to know.
 
     `template`: text of the files with it. The renderer later asks the template itself.
     """
+    yield from unnamed_variables(config.rollout.chat_template_kwargs, template)
     mode = config.rollout.thinking.mode
     markers = ("enable_thinking", "<think>") if mode == "on" else ("enable_thinking",)
     if mode != "auto" and not any(word in template for word in markers):

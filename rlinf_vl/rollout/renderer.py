@@ -11,7 +11,7 @@ import copy
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_vl.config.chat_template import unnamed_variables
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.processing import Processor
@@ -51,18 +52,30 @@ class Thoughts:
 class Renderer:
     """The chat template of a `Processor`'s tokenizer. Safe to use from any thread."""
 
-    def __init__(self, processor: Processor, thinking: str = "auto") -> None:
+    def __init__(
+        self,
+        processor: Processor,
+        thinking: str = "auto",
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             thinking: the template's option enable_thinking, "on" or "off"; "auto" leaves it out.
+            template_variables: further ones, as `rollout.chat_template_kwargs`.
 
         Raises:
-            ConfigError: the template ignores the option.
+            ConfigError: the template ignores one of them.
         """
         self.processor = processor
         self._tokenizer = processor.tokenizer
-        self._options = {} if thinking == "auto" else {"enable_thinking": thinking == "on"}
-        if self._options:
+        template = self._tokenizer.chat_template
+        self._options = dict(template_variables or {})
+        # A checkpoint may have several templates by name.
+        template_text = template if isinstance(template, str) else json.dumps(template)
+        if problems := list(unnamed_variables(self._options, template_text)):
+            raise ConfigError(*problems)
+        if thinking != "auto":
+            self._options["enable_thinking"] = thinking == "on"
             with_thinking = self._render(_QUESTION, enable_thinking=True)
             is_ignored = with_thinking == self._render(_QUESTION, enable_thinking=False)
             # A template that always opens a thought needs no option for "on".
@@ -280,7 +293,7 @@ class Renderer:
         return self._render(_QUESTION).rstrip().endswith(THINK)
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: bool
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any
     ) -> str:
         """Render messages, from the cache if possible: an episode's next prompt needs it again."""
         try:
@@ -300,7 +313,7 @@ class Renderer:
         return ByteCache(render, size=text_bytes, max_bytes=RENDERED_BYTES)
 
     def _apply_template(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: bool
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any
     ) -> str:
         options = self._options | options
         rendered = self._tokenizer.apply_chat_template(

@@ -45,7 +45,7 @@ def request_builder_of(config: Config, processor: Processor) -> RequestBuilder:
         ConfigError: as `Renderer`.
     """
     return RequestBuilder(
-        Renderer(processor, config.rollout.thinking.mode),
+        Renderer(processor, config.rollout.thinking.mode, config.rollout.chat_template_kwargs),
         config.runner.seq_length,
         config.data.max_prompt_length,
         config.data.overlong,

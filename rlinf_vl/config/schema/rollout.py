@@ -126,6 +126,9 @@ class RolloutConfig:
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
     thinking: ThinkingConfig = field(default_factory=ThinkingConfig)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the checkpoint's chat template, such as {reasoning_effort: low}. Refused
+    where the template doesn't name them. thinking.mode is its enable_thinking."""
     env_class: str = key("single_turn", OrCode())
     """Environment: a registered name (single_turn), module:Class, or path/to/file.py:Class, whose
     text travels to the workers. A row's column env_class names that row's own. From hubs:

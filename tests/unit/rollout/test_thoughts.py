@@ -79,6 +79,16 @@ def test_the_template_is_told(toy, monkeypatch, template, mode, ends):
     assert toy.processor.tokenizer.decode(ids).rstrip().endswith(ends)
 
 
+def test_further_variables_reach_every_prompt_of_a_template_that_names_them(toy, monkeypatch):
+    template = "{{ effort }}" + TURNS
+    monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
+    renderer = Renderer(toy.processor, "auto", {"effort": "low"})
+    ids, _ = renderer.prompt([message_of("What")], [])
+    assert toy.processor.tokenizer.decode(ids).startswith("low")
+    with pytest.raises(ConfigError, match="has no variable 'eff'; leave it out"):
+        Renderer(toy.processor, "auto", {"eff": "low"})
+
+
 @pytest.mark.parametrize(("template", "mode"), [(TURNS, "on"), (TURNS, "off"), (OPENS, "off")])
 def test_a_template_that_does_not_know_is_not_told(toy, monkeypatch, template, mode):
     monkeypatch.setattr(toy.processor.tokenizer, "chat_template", template)
