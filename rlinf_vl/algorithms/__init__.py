@@ -10,7 +10,12 @@ Conventions of all functions:
 - float16 and bfloat16 are computed in float32.
 """
 
-from rlinf_vl.algorithms.advantages import group_advantages, token_moments, token_normalized
+from rlinf_vl.algorithms.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    token_moments,
+    token_normalized,
+)
 from rlinf_vl.algorithms.aggregation import AGGREGATION_MODES, aggregate
 from rlinf_vl.algorithms.corrections import (
     IMPORTANCE_LEVELS,
@@ -31,6 +36,7 @@ __all__ = [
     "LossInputs",
     "advantages",
     "aggregate",
+    "decoupled_advantages",
     "discounted_returns",
     "divergence",
     "gigpo_advantages",

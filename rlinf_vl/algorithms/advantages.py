@@ -71,6 +71,58 @@ def group_advantages(
     return advantages.masked_fill(tied, 0.0).to(rewards.dtype)
 
 
+def decoupled_advantages(
+    parts: torch.Tensor,
+    weights: torch.Tensor,
+    group_ids: torch.Tensor | Iterable[Hashable],
+    *,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Normalize each reward in its group on its own, add them up, and normalize the sum (GDPO).
+
+        A_{i,k} = (r_{i,k} - mean_k) / (std_k + eps),  mean_k and std_k of the group, std with n - 1
+        S_i     = Σ_k w_k · A_{i,k}
+        A_i     = (S_i - mean S) / (std S + eps),  over all trajectories, std with N - 1
+
+    Rewards of different scale then count by their weights alone, and answers with equal sums of
+    different rewards have different advantages. A reward that ties in its group adds exactly 0.
+    One that a trajectory does not have adds 0 to it, and is compared among those that have it. A
+    trajectory without any reward gets 0, and is left out of mean S and std S.
+
+    Args:
+        parts: float `[N, K]`, the rewards; NaN where a trajectory does not have one.
+        weights: float `[K]`.
+        group_ids: `[N]`, see `group_advantages`.
+
+    Returns:
+        `[N]`, dtype and device of `parts`.
+
+    Raises:
+        ValueError: shapes differ, or a reward is infinite.
+
+    Source: Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for
+    Multi-reward RL Optimization" (2026), arXiv 2601.05242, whose sum has no weights; with them,
+    TRL's `multi_objective_aggregation="normalize_then_sum"` (its eps is 1e-4).
+    """
+    if parts.ndim != 2 or weights.shape != parts.shape[1:]:
+        raise ValueError(
+            f"parts must be [N, K] and weights [K], got {tuple(parts.shape)} and "
+            f"{tuple(weights.shape)}"
+        )
+    groups = listed("group_ids", group_ids, parts[:, 0] if parts.shape[1] else parts.sum(1))
+    values = parts.detach().double()
+    sums = values.new_zeros(len(values))
+    for weight, column in zip(weights.tolist(), values.unbind(1), strict=True):
+        present = (~column.isnan()).nonzero().squeeze(1)
+        compared_groups = [groups[n] for n in present.tolist()]
+        sums[present] += weight * group_advantages(column[present], compared_groups, eps=eps)
+    rewarded = ~values.isnan().all(1)
+    whole_batch = [0] * int(rewarded.sum())
+    advantages = torch.zeros_like(sums)
+    advantages[rewarded] = group_advantages(sums[rewarded], whole_batch, eps=eps)
+    return advantages.to(parts.dtype)
+
+
 def token_normalized(
     values: torch.Tensor, tokens: torch.Tensor, *, normalize: bool = True
 ) -> torch.Tensor:

@@ -55,6 +55,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
                 f"algorithm.loss_type={algorithm.loss_type}; leave it null, or choose another loss"
             )
     yield from _overlong(algorithm)
+    yield from _per_reward(algorithm)
     weight, one_turn = algorithm.state_advantage_weight, config.rollout.max_turns == 1
     if weight and algorithm.credit == "turn":
         yield (
@@ -93,6 +94,45 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the "
             "temperature it was sampled with, and greedy groups have no spread"
         )
+
+
+def _per_reward(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield settings that compare or change sums of rewards, which GDPO does not compare."""
+    if algorithm.reward_normalization != "per_reward":
+        return
+    overlong, kl_beta = algorithm.overlong, algorithm.kl_beta
+    for used, setting, remedy in (
+        (
+            algorithm.adv_type != "grpo",
+            f"adv_type={algorithm.adv_type}: each reward is normalized as grpo does",
+            "set adv_type=grpo",
+        ),
+        (
+            algorithm.adv_type == "grpo" and not algorithm.normalize_advantages,
+            "normalize_advantages=false: it divides each reward by its deviation",
+            "set normalize_advantages=true",
+        ),
+        (
+            algorithm.turns_are_sequences,
+            "credit=turn or state_advantage_weight > 0: the functions pay whole trajectories",
+            "set credit=trajectory and state_advantage_weight=0",
+        ),
+        (
+            overlong.buffer > 0,
+            f"overlong.buffer={overlong.buffer}: the penalty is taken off a sum of rewards",
+            "set buffer=0, and add {function: overlong} to reward.functions",
+        ),
+        (
+            algorithm.kl_placement == "reward",
+            f"kl_placement=reward: kl_beta={kl_beta:g} is on the scale of a sum of rewards",
+            "set kl_placement=loss",
+        ),
+    ):
+        if used:
+            yield (
+                f"algorithm.reward_normalization: per_reward with algorithm.{setting}; {remedy}, "
+                "or reward_normalization=sum"
+            )
 
 
 def _overlong(algorithm: AlgorithmConfig) -> Iterator[str]:

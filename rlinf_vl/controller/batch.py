@@ -108,6 +108,7 @@ def plan_of(
         share_prompts=config.actor.share_prompts,
         prices=learner.prices,
         estimator=estimator_of(config),
+        reward_weights=config.reward.weights,
     )
 
 

@@ -98,6 +98,8 @@ class RolloutScheduler(ABC):
         self._generates_ahead = runner.generates_ahead
         self._waits_for_stale = runner.stale_groups == "wait"
         self._dynamic = config.algorithm.dynamic_sampling
+        per_reward = config.algorithm.reward_normalization == "per_reward"
+        self._tie_weights = config.reward.weights if per_reward else None
         self._total_steps = data.total_steps
         self._log = log
         self._sync = sync
@@ -274,7 +276,9 @@ class RolloutScheduler(ABC):
         if self._dynamic.enable:
             arrivals = buffer.new_arrivals()
             tied_arrivals = [
-                group for group in arrivals if group.result and ties(group.result.summary)
+                group
+                for group in arrivals
+                if group.result and ties(group.result.summary, self._tie_weights)
             ]
             buffer.remove(tied_arrivals)
             tied_groups += tied_arrivals

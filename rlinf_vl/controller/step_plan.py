@@ -2,6 +2,7 @@
 A pure function of numbers, without tokens and without tensors on devices."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from rlinf_vl.actor.batch_types import RankMiniBatch, TurnKl
 from rlinf_vl.algorithms import (
     advantages,
+    decoupled_advantages,
     discounted_returns,
     gigpo_advantages,
     turn_advantages,
@@ -22,7 +24,7 @@ from rlinf_vl.algorithms.estimators import Estimator, token_kl_of
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
-from rlinf_vl.types import GroupSummary, Prices
+from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
 
 Advantages = tuple[tuple[tuple[float, ...], ...], ...]
 
@@ -55,9 +57,37 @@ def trainable(summary: GroupSummary, without_cut: bool = False) -> list[int]:
     ]
 
 
-def ties(summary: GroupSummary) -> bool:
-    """Return whether all rewards of a group are equal, so that comparing them teaches nothing."""
-    return len({summary.trajectories[i].reward for i in trainable(summary)}) < 2
+def ties(summary: GroupSummary, reward_weights: Sequence[float] | None = None) -> bool:
+    """Return whether all rewards of a group are equal, so that comparing them teaches nothing.
+
+    With `reward_weights`, the weights of `reward.functions`, each function's values are compared
+    on their own (GDPO): equal sums may be of different values.
+    """
+    compared = [summary.trajectories[i] for i in trainable(summary)]
+    if reward_weights is None:
+        return len({trajectory.reward for trajectory in compared}) < 2
+    rows = [reward_parts(trajectory, reward_weights) for trajectory in compared]
+    by_part = zip(*rows, strict=True)
+    return all(len({value for value in part if not math.isnan(value)}) < 2 for part in by_part)
+
+
+def reward_parts(
+    trajectory: TrajectorySummary, reward_weights: Sequence[float]
+) -> tuple[float, ...]:
+    """Return the rewards of a trajectory that GDPO normalizes: one of each reward function, and
+    `base_reward`.
+
+    NaN stands for a function that gave no value, was not asked, or weighs 0. A penalized
+    trajectory counts as one that every function scored 0.
+    """
+    scores = trajectory.scores
+    if not scores:
+        scores = (0.0 if trajectory.penalized else None,) * len(reward_weights)
+    values = [
+        math.nan if score is None or not weight else score
+        for score, weight in zip(scores, reward_weights, strict=True)
+    ]
+    return (*values, trajectory.base_reward)
 
 
 def overlong_penalty(tokens: int, algorithm: AlgorithmConfig) -> float:
@@ -73,6 +103,7 @@ def advantages_of(
     algorithm: AlgorithmConfig,
     kl: TurnKl | None = None,
     estimator: Estimator | None = None,
+    reward_weights: Sequence[float] = (1.0,),
 ) -> tuple[Advantages, float]:
     """Return the advantage of each turn of each trajectory, and the `kl_scale` of the per-token KL.
 
@@ -85,6 +116,8 @@ def advantages_of(
     Args:
         kl: by (group, trajectory), the sums of KL of each turn.
         estimator: the user's code that `algorithm.adv_type` names.
+        reward_weights: the weights of `reward.functions`, for `reward_normalization: per_reward`,
+            which normalizes their values one by one.
 
     Raises:
         RunError: states are to be compared, and no turn has one; or the estimator fails, or its
@@ -114,7 +147,16 @@ def advantages_of(
     totals = _double([summary_of[trajectory].reward for trajectory in trajectories])
     totals = totals - torch.zeros_like(totals).index_add(0, turn_numbers, penalties)
     compare = partial(_estimated, kind, tokens=tokens, normalize=normalize)
-    if token_kl is not None:
+    if algorithm.reward_normalization == "per_reward":
+        # The rules of the config refuse it with whatever changes the sum of the rewards.
+        assert kl is None and not algorithm.turns_are_sequences and not algorithm.overlong.buffer
+        parts = [reward_parts(summary_of[t], reward_weights) for t in trajectories]
+        values = decoupled_advantages(
+            _double(parts).reshape(len(trajectories), len(reward_weights) + 1),
+            _double([*reward_weights, 1.0]),
+            [g for g, _ in trajectories],
+        )[turn_numbers]
+    elif token_kl is not None:
         returns = (
             discounted_returns(rewards, turn_trajectories, discount)
             if algorithm.credit == "turn"
@@ -226,6 +268,7 @@ def plan_step(
     share_prompts: bool = True,
     prices: Prices = Prices(),  # noqa: B008 (frozen)
     estimator: Estimator | None = None,
+    reward_weights: Sequence[float] = (1.0,),
     shuffle_key: str | None = None,
 ) -> StepPlan:
     """Split a rollout into mini-batches of whole groups, and each into micro-batches for every
@@ -234,7 +277,7 @@ def plan_step(
     The loss denominators are global: all response tokens of the mini-batch for `token-mean`, all
     its sequences for the `seq-*` modes, trajectories or their turns (times max_new_tokens for
     `seq-mean-token-sum-norm`). `shuffle_key` is `minibatch_groups`', `share_prompts` and `prices`
-    are `plan_micro_batches`', `estimator` is `advantages_of`'s. With a KL in the reward, the
+    are `plan_micro_batches`', `estimator` and `reward_weights` are `advantages_of`'s. With a KL in the reward, the
     advantages are not yet those to train on (`with_kl`).
     """
     minibatches, plans = [], []
@@ -277,7 +320,9 @@ def plan_step(
         metrics["reward/overlong_penalty"] = float(
             np.mean([overlong_penalty(n, algorithm) for n in turns] or [0.0])
         )
-    step_advantages, _ = advantages_of(summaries, algorithm, estimator=estimator)
+    step_advantages, _ = advantages_of(
+        summaries, algorithm, estimator=estimator, reward_weights=reward_weights
+    )
     return StepPlan(tuple(minibatches), step_advantages, metrics)
 
 

@@ -35,6 +35,7 @@ class Score:
         reward: the sum on the scale of reward_min_val … reward_max_val.
         parts: each function's value, unweighted, by the function's name; its further numbers by
             `function.name`.
+        values: each function's value, unweighted, in the functions' order; None: it gave none.
         correct: the verdict of the first function that judges answers.
         ungraded: reasons of functions that reached no verdict.
         fault: the reason why there is no score at all; None if there is one.
@@ -45,6 +46,7 @@ class Score:
     correct: bool = False
     ungraded: tuple[str, ...] = ()
     fault: str | None = None
+    values: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Scorer:
     def _combine(self, futures: Sequence["Future[Result]"]) -> Score:
         """Return the score of one answer from its futures, one for each part."""
         total, parts, correct, ungraded = 0.0, dict[str, float](), None, list[str]()
+        values: list[float | None] = []
         for part, future in zip(self.parts, futures, strict=True):
             try:
                 result = future.result()
@@ -122,6 +125,7 @@ class Scorer:
                 result = Result(0.0, correct=False if part.judges else None)
             except Exception as error:
                 return Score(self._min, fault=f"{part.name}: {type(error).__name__}: {error}")
+            values.append(result.value)
             if result.value is not None:
                 total += part.weight * result.value
                 parts[part.name] = result.value
@@ -131,7 +135,11 @@ class Scorer:
             elif correct is None and part.judges and result.value is not None:
                 correct = result.value >= RIGHT
         return Score(
-            self._min + (self._max - self._min) * total, parts, bool(correct), tuple(ungraded)
+            self._min + (self._max - self._min) * total,
+            parts,
+            bool(correct),
+            tuple(ungraded),
+            values=tuple(values),
         )
 
 

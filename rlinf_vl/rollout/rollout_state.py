@@ -71,6 +71,8 @@ class RolloutState:
     ungraded: str = ""  # why reward functions could not grade the answer
     #: The answer to be scored by the run's reward functions; None: the environment scored it.
     answer_to_score: str | None = None
+    scores: tuple[float | None, ...] = ()  # the values of the reward functions, if they were asked
+    environment_reward: float | None = None  # before the reward functions added to it
     fault: str | None = None  # "kind: reason" why it failed
     penalized: bool = False  # whether it failed and is trained on with the least reward
 
@@ -165,6 +167,8 @@ class RolloutState:
 
     def add_score(self, score: Score) -> None:
         """Add the score of reward functions for the last answer to its reward."""
+        self.environment_reward = sum(turn.reward for turn in self.turns)
+        self.scores = score.values
         self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + score.reward)
         self.parts |= score.parts | (
             {UNGRADABLE: float(len(score.ungraded))} if score.ungraded else {}
@@ -176,7 +180,7 @@ class RolloutState:
 
         Args:
             logprobs: whether to keep the engine's logprobs.
-            reward_min: the reward if the trajectory is penalized.
+            reward_min: the reward if the trajectory is penalized, or is scored 0.
         """
         sequences = tuple(s if logprobs else replace(s, logprobs=None) for s in self.sequences)
         if self.fault is not None and self.penalized:
@@ -192,21 +196,27 @@ class RolloutState:
                 metrics=self.metrics,
                 cuts=self.cuts,
                 penalized=self.fault,
+                base_reward=reward_min,
             )
         if self.fault is not None:
             return Trajectory(
                 sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts
             )
+        reward = base_reward = sum(turn.reward for turn in self.turns)
+        if self.environment_reward is not None:
+            base_reward = self.environment_reward + reward_min
         return Trajectory(
             sequences,
             tuple(self.turns),
-            sum(turn.reward for turn in self.turns),
+            reward,
             self.parts,
             self.status,
             self.correct,
             metrics=self.metrics,
             cuts=self.cuts,
             ungraded=self.ungraded,
+            scores=self.scores,
+            base_reward=base_reward,
         )
 
 

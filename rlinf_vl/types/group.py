@@ -137,6 +137,7 @@ class Group:
                 (
                     sequences, turns, t.reward, t.reward_parts, t.status, t.correct,
                     t.error, t.metrics, t.cuts, t.corrupted, t.ungraded, t.penalized,
+                    t.scores, t.base_reward,
                 )
             )  # fmt: skip
         buffer = np.concatenate(
@@ -180,7 +181,7 @@ def _load_group(
     trajectories = []
     for (
         sequence_rows, turns, reward, reward_parts, status, correct, error, metrics,
-        cuts, corrupted, ungraded, penalized,
+        cuts, corrupted, ungraded, penalized, scores, base_reward,
     ) in rows:  # fmt: skip
         sequences = []
         for n, sequence_images in sequence_rows:
@@ -196,6 +197,7 @@ def _load_group(
             Trajectory(
                 tuple(sequences), tuple(starmap(Turn, turns)), reward, reward_parts,
                 status, correct, error, metrics, cuts, corrupted, ungraded, penalized,
+                scores, base_reward,
             )
         )  # fmt: skip
     return Group(

@@ -32,6 +32,8 @@ class TrajectorySummary:
     ungradable: bool = False  # whether a reward function could not grade its response
     ungraded: str = ""
     penalized: str = ""
+    scores: tuple[float | None, ...] = ()
+    base_reward: float = 0.0
 
     @classmethod
     def of(
@@ -59,6 +61,8 @@ class TrajectorySummary:
             ungradable=ungradable,
             ungraded=trajectory.ungraded,
             penalized=trajectory.penalized,
+            scores=trajectory.scores,
+            base_reward=trajectory.base_reward,
         )
 
 

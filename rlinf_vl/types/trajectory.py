@@ -162,6 +162,12 @@ class Trajectory:
     #: "environment: reason" if its environment failed and it is trained on with the least reward
     #: (`rollout.faults: penalize`); `error` is None then.
     penalized: str = ""
+    #: The value of each of `reward.functions` for the answer, unweighted; None where one gave none.
+    #: () if they were not asked.
+    scores: tuple[float | None, ...] = ()
+    #: `reward` without what the scores add to it: what the environment paid, and reward_min_val
+    #: where there are scores.
+    base_reward: float = 0.0
 
     def __post_init__(self) -> None:
         for turn in self.turns:

@@ -103,6 +103,11 @@ class AlgorithmConfig:
     normalize_advantages: bool | None = None
     """Divide by the sample standard deviation (n - 1): of the group, or of all tokens
     (reinforce_plus_plus). null: as adv_type says."""
+    reward_normalization: str = key("sum", ("sum", "per_reward"))
+    """Rewards that are normalized. sum: the weighted sum of reward.functions. per_reward: each
+    function's values within their group, before they are weighted and added up; the sum once more
+    over all trajectories of the step (GDPO). For adv_type grpo; docs/algorithms.md has the
+    formula."""
     credit: str = key("trajectory", ("trajectory", "turn"))
     """Units compared within a group. trajectory: whole episodes by their reward; each turn has its
     trajectory's advantage. turn: turns of equal number by the rewards from there on; each turn

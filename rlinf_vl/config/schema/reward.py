@@ -40,3 +40,8 @@ class RewardConfig:
     def entries(self) -> list[dict[str, Any]]:
         """The reward functions, in the form of `functions`."""
         return self.functions or [{"function": self.reward_type}]
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each reward function."""
+        return tuple(float(entry.get("weight", 1.0)) for entry in self.entries)

@@ -9,7 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf_vl.algorithms import advantages, group_advantages, token_normalized
+from rlinf_vl.algorithms import (
+    advantages,
+    decoupled_advantages,
+    group_advantages,
+    token_normalized,
+)
 
 
 def naive(rewards: list[float], ids: list, normalize: bool, eps: float) -> list[float]:
@@ -157,3 +162,65 @@ def test_code_may_be_the_advantage():
     for wrong in (lambda *_: torch.zeros(2), lambda *_: torch.full((3,), float("nan"))):
         with pytest.raises(ValueError, match="3 finite numbers, one for each reward"):
             advantages(wrong, rewards, [0, 0, 1], tokens, normalize=True)
+
+
+NAN = float("nan")
+
+
+def decoupled(parts, weights, ids, **options):
+    tensors = (torch.tensor(values, dtype=torch.float64) for values in (parts, weights))
+    return decoupled_advantages(*tensors, ids, **options)
+
+
+def test_rewards_are_normalized_one_by_one_and_then_their_sum_by_hand():
+    """Two groups of two. In `b` the sums tie, 2 and 2, but the rewards of which they are do not."""
+    parts = [[1.0, 0.0], [0.0, 0.0], [2.0, 0.0], [0.0, 2.0]]
+    root = 0.5**0.5  # ±1/2 over a sample deviation of root 1/2, and so are ±1 over root 2
+    sums = torch.tensor([root, -root, root - 2 * root, 2 * root - root], dtype=torch.float64)
+    deviation = (sums.square().sum() / 3).sqrt()
+    torch.testing.assert_close(
+        decoupled(parts, [1.0, 2.0], "aabb", eps=0.0), sums / deviation, rtol=1e-12, atol=0.0
+    )
+    assert decoupled(parts, [1.0, 1.0], "aabb").abs()[2:].max() < 1e-9, "equal and opposite"
+
+
+def test_the_scale_of_a_reward_does_not_count_but_its_weight_does():
+    generator = torch.Generator().manual_seed(1)
+    parts = torch.rand(12, 3, generator=generator, dtype=torch.float64)
+    weights, ids = torch.tensor([1.0, 0.5, 0.1], dtype=torch.float64), [n // 4 for n in range(12)]
+    expected = decoupled_advantages(parts, weights, ids, eps=1e-12)
+    scaled = parts * torch.tensor([1.0, 1000.0, 1e-3]) + torch.tensor([0.0, 5.0, 1.0])
+    torch.testing.assert_close(decoupled_advantages(scaled, weights, ids, eps=1e-12), expected)
+    for other in ([1.0, 0.5, 1.0], [1.0, -0.5, 0.1]):
+        changed = decoupled_advantages(parts, torch.tensor(other), ids, eps=1e-12)
+        assert (changed - expected).abs().max() > 0.1
+    order = torch.randperm(12, generator=generator)
+    torch.testing.assert_close(
+        decoupled_advantages(parts[order], weights, [ids[n] for n in order.tolist()], eps=1e-12),
+        expected[order],
+    )
+
+
+def test_rewards_that_tie_or_are_missing_add_nothing():
+    one = decoupled([[1.0], [0.0], [0.5], [0.25]], [1.0], "aabb")
+    constant = [[1.0, 0.3], [0.0, 0.3], [0.5, 7.0], [0.25, 7.0]]
+    assert decoupled(constant, [1.0, 9.0], "aabb").tolist() == one.tolist()
+    # Of `a` one trajectory has the second reward, and of `b` none.
+    alone = [[1.0, 5.0], [0.0, NAN], [0.5, NAN], [0.25, NAN]]
+    assert decoupled(alone, [1.0, 9.0], "aabb").tolist() == one.tolist()
+    # Those that have it are compared without the third.
+    three = decoupled([[0.0, 1.0], [0.0, 3.0], [0.0, NAN]], [1.0, 1.0], "aaa", eps=0.0)
+    torch.testing.assert_close(three, torch.tensor([-1.0, 1.0, 0.0], dtype=torch.float64))
+    # A row without any reward is not counted; with a count of 3, the deviation would be another.
+    none = decoupled([[1.0], [3.0], [NAN]], [1.0], "aaa", eps=0.0)
+    torch.testing.assert_close(none, torch.tensor([-(0.5**0.5), 0.5**0.5, 0.0]).double())
+
+
+def test_groups_of_one_all_ties_and_empty_batches_are_exactly_zero():
+    assert decoupled([[1.0, 2.0], [3.0, 4.0]], [1.0, 1.0], "ab").tolist() == [0.0, 0.0]
+    assert decoupled([[1.0, 2.0]] * 4, [1.0, 1.0], "aabb").tolist() == [0.0] * 4
+    assert decoupled_advantages(torch.zeros(0, 2), torch.ones(2), []).shape == (0,)
+    with pytest.raises(ValueError, match=r"parts must be \[N, K\] and weights \[K\]"):
+        decoupled([[1.0, 2.0]], [1.0], "a")
+    with pytest.raises(ValueError, match="finite"):
+        decoupled([[1.0], [float("inf")]], [1.0], "aa")

@@ -20,6 +20,7 @@ import torch
 from rlinf_vl.algorithms import (
     advantages,
     aggregate,
+    decoupled_advantages,
     divergence,
     importance_weights,
     policy_loss,
@@ -41,6 +42,10 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LONGEST = 10  #: of `seq-mean-token-sum-norm`
 DENOMINATORS = {"token-mean": int(MASK.sum()), "seq-mean-token-mean": len(LENGTHS)}
 BETA = 0.1
+
+#: Three rewards of nine answers in groups of three: their weights, and TRL's epsilon.
+DECOUPLED = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64)
+TRL_EPS = 1e-4
 
 #: (peer, what) → loss and Σ|gradient|, or Σ A·c and Σ A² with c counting tokens from 1 on.
 THEIRS: dict[tuple[str, str], tuple[float, float]] = {
@@ -85,6 +90,7 @@ THEIRS: dict[tuple[str, str], tuple[float, float]] = {
     ("TRL", "gspo"): (0.15053171066470775, 0.15713944093059487),
     ("TRL", "cispo"): (-0.3200831544763769, 0.7045223966778119),
     ("TRL", "sapo"): (0.14944968321417904, 0.8167208765137228),
+    ("TRL", "normalize_then_sum"): (204.62745653001738, 32.00984647110995),
 }
 
 
@@ -156,6 +162,21 @@ def our_advantages(kind: str, beta: float) -> tuple[float, float]:
         .unsqueeze(1)
         .expand(9, 7)
     )
+
+
+def drawn_parts() -> torch.Tensor:
+    """Rewards [9, 3], float64, of different scale; the second ties in a group and is missing twice, the last row has none."""
+    generator = torch.Generator().manual_seed(2)
+    scale = torch.tensor([1.0, 50.0, 0.01], dtype=torch.float64)
+    parts = torch.randint(0, 4, (9, 3), generator=generator).double() * scale
+    parts[:3, 1] = 7.0
+    parts[4, 1] = parts[8, :] = float("nan")
+    return parts
+
+
+def our_decoupled() -> tuple[float, float]:
+    values = decoupled_advantages(drawn_parts(), DECOUPLED, [n // 3 for n in range(9)], eps=TRL_EPS)
+    return summed(values.unsqueeze(1).expand(9, 7))
 
 
 #: What corrects for the engine → our weights (level, bound) and rejection (level, bounds).
@@ -337,6 +358,28 @@ def trl_weights(kind: str) -> torch.Tensor:
     return there["vllm_importance_sampling_ratio"]
 
 
+def trl_decoupled() -> tuple[float, float]:
+    """The part of `GRPOTrainer` from the rewards of each function to the advantages."""
+    assert PEERS is not None
+    body = trl_method("_generate_and_score_completions").body
+    (begins,) = [
+        n
+        for n, node in enumerate(body)
+        if isinstance(node, ast.If) and "'normalize_then_sum'" in ast.unparse(node)
+    ]
+    trainer = SimpleNamespace(
+        multi_objective_aggregation="normalize_then_sum", reward_funcs=[None] * 3, reward_weights=DECOUPLED
+    )  # fmt: skip
+    parts = drawn_parts()
+    there = {
+        "torch": torch, "self": trainer, "rewards_per_func": parts, "num_generations": 3, "device": "cpu",
+        "unscorable_mask": parts.isnan().all(1),
+    } | vars(functions_of(Path(PEERS, "trl/trainer/utils.py"), "nanstd"))  # fmt: skip
+    # With the statement behind it, which makes an advantage of 0 of each row without a reward.
+    exec(compile(ast.Module(body[begins : begins + 2], []), str(trl_file()), "exec"), there)
+    return summed(there["advantages"].unsqueeze(1).expand(9, 7))
+
+
 def trl_loss(kind: str, corrected: str | None = None) -> tuple[float, float]:
     """The part of `GRPOTrainer._compute_loss` from the ratio to the loss."""
     path, function = trl_file(), trl_method("_compute_loss")
@@ -408,6 +451,7 @@ for _kind in ("IcePop", "MIS, not truncated"):
         partial(our_correction, _kind, "token-mean"),
         partial(trl_loss, "dapo", _kind),
     )
+CASES["TRL", "normalize_then_sum"] = our_decoupled, trl_decoupled
 for _kind, (_ours, _mode) in TRL.items():
     CASES["TRL", _kind] = partial(our_loss, _ours, _mode), partial(trl_loss, _kind)
 

@@ -176,6 +176,36 @@ RULES = [
         ],
         ["algorithm.overlong.filter: true with algorithm.kl_placement=reward"],
     ),
+    *(
+        (
+            ["algorithm.reward_normalization=per_reward", *keys],
+            ["algorithm.reward_normalization: per_reward with algorithm." + setting, remedy],
+        )
+        for keys, setting, remedy in (
+            (["algorithm.adv_type=rloo"], "adv_type=rloo", "set adv_type=grpo"),
+            (
+                ["algorithm.normalize_advantages=false"],
+                "normalize_advantages=false",
+                "set normalize_advantages=true",
+            ),
+            (
+                ["algorithm.credit=turn", "rollout.max_turns=2"],
+                "credit=turn or",
+                "credit=trajectory",
+            ),
+            (
+                ["algorithm.state_advantage_weight=1", "rollout.max_turns=2"],
+                "credit=turn or state_advantage_weight > 0",
+                "state_advantage_weight=0",
+            ),
+            (["algorithm.overlong.buffer=4"], "overlong.buffer=4", "{function: overlong}"),
+            (
+                ["algorithm.kl_placement=reward", "algorithm.kl_beta=0.1"],
+                "kl_placement=reward: kl_beta=0.1",
+                "set kl_placement=loss",
+            ),
+        )
+    ),
     (
         [
             "algorithm.dynamic_sampling.enable=true",

@@ -257,6 +257,25 @@ def test_a_group_that_comes_again_before_ties_are_sorted_out_is_sorted_out_once(
     assert len(groups) == len(set(groups)) and all(len(line["groups"]) == 4 for line in lines)
 
 
+@pytest.mark.parametrize("normalization, n_dropped", [("sum", 4), ("per_reward", 0)])
+def test_equal_sums_of_different_rewards_tie_only_where_sums_are_compared(
+    tmp_path, normalization, n_dropped
+):
+    pool = FakePool()
+    values = {"rewards": [0.5] * 4, "scores": [(0.5, 0.0), (0.0, 0.5)] * 2}
+    pool.changes = {f"train-1-{k}": dict(values) for k in range(4)}
+    functions = "reward.functions=[{function: math}, {function: format}]"
+    keys = (
+        f"algorithm.reward_normalization={normalization}",
+        "algorithm.dynamic_sampling.enable=true",
+        "runner.save_interval=-1",
+        functions,
+    )
+    run = FakeRun(tmp_path, *PLAIN, *keys, pool=pool)
+    run.train()
+    assert len(run.rows("ledger")[0].get("dropped_groups", ())) == n_dropped
+
+
 def work_of_a_step(tmp_path, groups, monkeypatch):
     """Return how often a run of six steps looks at a group's due step, with so many groups a step."""
     looks = 0

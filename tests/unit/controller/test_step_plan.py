@@ -13,7 +13,13 @@ from summaries import changed, values
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig, SamplingConfig
 from rlinf_vl.config.schema.algorithm import OverlongConfig
-from rlinf_vl.controller.step_plan import advantages_of, overlong_penalty, plan_step, trainable
+from rlinf_vl.controller.step_plan import (
+    advantages_of,
+    overlong_penalty,
+    plan_step,
+    ties,
+    trainable,
+)
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
@@ -77,6 +83,82 @@ def test_advantages_leave_out_what_is_not_trained():
     assert b == ((0.0,), (0.0,), (0.0,))
     assert c == ((0.0,), (0.0,), (0.0,))  # without the empty one the rewards tie
     assert d[2] == (0.0,) and d[0][0] == pytest.approx(-d[1][0]) and d[0][0] > 0
+
+
+def scored(name, *scores, base=0.0, errors=None, **fields):
+    """A group whose trajectories have these values of two reward functions of weight 1 and 0.1."""
+    rewards = [base + (a or 0.0) + 0.1 * (b or 0.0) for a, b in scores]
+    group = summary(name, rewards, [3] * len(scores), errors)
+    return changed(group, scores=scores, base_reward=[base] * len(scores), **fields)
+
+
+PER_REWARD = {"reward_normalization": "per_reward", "reward_weights": (1.0, 0.1)}
+
+
+def flat(step):
+    return [turn for group in step.advantages for trajectory in group for turn in trajectory]
+
+
+def test_rewards_can_be_normalized_one_by_one():
+    """Two groups whose functions are of different scale; in the second all sums are equal."""
+    groups = [
+        scored("a", (1.0, 0.0), (0.0, 10.0), (0.0, 0.0)),
+        scored("b", (1.0, 0.0), (0.0, 10.0), (1.0, 0.0)),
+    ]
+    third = 1 / math.sqrt(3)  # one of three: ±2/3 and ∓1/3 over a deviation of root 1/3
+    sums = [2 * third - 0.1 * third, -third + 0.2 * third, -third - 0.1 * third]
+    sums += [third - 0.1 * third, -2 * third + 0.2 * third, third - 0.1 * third]
+    deviation = math.sqrt(sum(x * x for x in sums) / 5)
+    step = plan(groups, **PER_REWARD)
+    assert flat(step) == pytest.approx([x / deviation for x in sums], rel=1e-4)
+    assert flat(plan(groups))[3:] == [0.0] * 3, "their sums tie"
+    assert ties(groups[1]) and not ties(groups[1], (1.0, 0.1))
+    assert ties(groups[1], (0.0, 0.0)) and not ties(groups[0], (0.0, 0.1))
+
+
+def test_the_sum_is_the_default_and_reads_no_scores():
+    groups = [scored("a", (1.0, 0.0), (0.0, 10.0), (0.0, 0.0))]
+    plain = [changed(groups[0], scores=[()] * 3)]
+    assert flat(plan(groups, reward_weights=(7.0, 7.0))) == flat(plan(plain))
+
+
+def test_what_an_environment_pays_is_a_reward_of_its_own():
+    alone = plan([scored("a", (1.0, 0.0), (0.0, 0.0), (0.0, 0.0))], **PER_REWARD)
+    paid = [scored("a", (1.0, 0.0), (0.0, 0.0), (0.0, 0.0), base=0.7)]
+    assert flat(plan(paid, **PER_REWARD)) == flat(alone), "all are paid alike"
+    paid = [changed(paid[0], base_reward=[0.0, 0.0, 50.0])]
+    a, b, c = flat(plan(paid, **PER_REWARD))
+    third = 1 / math.sqrt(3)
+    assert [a, b, c] == pytest.approx([third, -2 * third, third], rel=1e-4)
+    # An environment that pays by itself leaves the functions unasked.
+    unasked = [changed(paid[0], scores=[()] * 3, reward=[0.0, 0.0, 50.0])]
+    assert flat(plan(unasked, **PER_REWARD)) == pytest.approx(flat(plan(unasked)), rel=1e-5)
+
+
+def test_failed_penalized_and_valueless_trajectories_among_rewards_one_by_one():
+    """The failed one is compared with nobody, the penalized one as if every function scored 0."""
+    kept = [(1.0, 10.0), (0.0, 0.0), (1.0, None)]
+    expected = flat(plan([scored("a", *kept)], **PER_REWARD))
+    failed = scored("a", *kept, (9.0, 9.0), errors=[None, None, None, "environment: lost"])
+    assert flat(plan([failed], **PER_REWARD)) == [*expected, 0.0]
+    penalized = scored("a", (1.0, 10.0), (0.0, 0.0), (1.0, None))
+    penalized = changed(
+        penalized,
+        scores=[(1.0, 10.0), (), (1.0, None)],
+        penalized=["", "environment: lost", ""],
+    )
+    assert flat(plan([penalized], **PER_REWARD)) == expected
+    # With two others in its group, a value that is missing is no 0.
+    assert expected != flat(plan([scored("a", *kept[:2], (1.0, 0.0))], **PER_REWARD))
+    lone = scored("b", (3.0, 3.0), (0.0, 0.0), errors=[None, "environment: lost"])
+    assert flat(plan([lone], **PER_REWARD)) == [0.0, 0.0], "a group of one"
+
+
+def test_all_turns_have_what_their_trajectory_has_of_rewards_one_by_one():
+    group = changed(PLAYED[0], scores=[(1.0, 0.0), (0.0, 0.0)], base_reward=[0.0, 0.0])
+    (first, second) = plan([group], **PER_REWARD).advantages[0]
+    assert len(first) == 2 and len(second) == 3 and len({*first}) == len({*second}) == 1
+    assert first[0] == pytest.approx(0.5**0.5, rel=1e-4) and second[0] == -first[0]
 
 
 def played(name, *trajectories, errors=None):

@@ -41,6 +41,7 @@ def test_a_reward_is_the_weighted_sum_on_the_scale_and_parts_are_not_weighted():
         False,
     )
     assert (second.reward, second.parts, second.correct) == (3.0, {"form": 0.0, "right": 1.0}, True)
+    assert (first.values, second.values) == ((1.0, 0.0), (0.0, 1.0))
 
 
 def test_what_judges_first_says_what_is_correct():
@@ -57,6 +58,7 @@ def test_what_judges_first_says_what_is_correct():
         part("skipped", 1.0, True, Result(None)), part("right", 2.0, True, Result(1.0))
     )
     assert (score.reward, score.parts, score.correct) == (2.0, {"right": 1.0}, True)
+    assert score.values == (None, 1.0)
     assert not scores(part("form", 1.0, False, Result(1.0)))[0].correct
 
 
@@ -67,6 +69,7 @@ def test_no_verdict_scores_0_and_another_error_is_no_score():
     )
     (score,) = scores(slow, right)
     assert (score.reward, score.correct, score.ungraded) == (1.0, False, ("slow: too long",))
+    assert score.values == (0.0, 1.0)
     (score,) = scores(right, part("judge", 1.0, True, OSError("gone")))
     assert score.fault == "judge: OSError: gone"
 

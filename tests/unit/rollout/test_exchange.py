@@ -49,6 +49,8 @@ def group(
                 bool(i % 2),
                 error,
                 {"moves": i},
+                scores=(1.0, None),
+                base_reward=0.25,
             )
         )
     return Group("g", "p", prompt if lengths else 0, tuple(trajectories), "42")

@@ -379,6 +379,7 @@ def test_faults_of_environments_can_be_penalized(processor, env_class, fault):
                 False,
                 False,
             )
+            assert values(summary, "base_reward") == (-0.5, -0.5)
             assert metrics["reward/mean"] == -0.5 and values(summary, "status") == ("error",) * 2
             assert all(
                 reason.startswith("environment: 'scripted' ")
@@ -780,7 +781,7 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
             (problem, [(a.response, a.final_response, len(a.ids), a.truncated) for a in answers])
         )
         return [
-            Score(1.0, {"math": 1.0}, True),
+            Score(1.0, {"math": 1.0}, True, values=(1.0, None)),
             Score(0.0, {"math": 0.0, "form": 0.0}, False, ("form: slow",)),
             Score(0.0, fault="judge: gone"),
         ]
@@ -801,6 +802,10 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
         {"turn": 0.5, "math": 1.0},
     )
     assert [turn.reward for turn in right.turns] == [0.5, 0.75] and right.error is None
+    # The environment paid 0.25, and an answer that is scored 0 gets the least reward, -0.5.
+    assert (right.scores, right.base_reward) == ((1.0, None), -0.25)
+    assert values(summary, "scores")[0] == right.scores
+    assert values(summary, "base_reward")[0] == right.base_reward
     assert (
         slow.reward_parts == {"turn": 0.5, "math": 0.0, "form": 0.0, "ungradable": 1.0}
         and slow.reward == 0.25
