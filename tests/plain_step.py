@@ -18,6 +18,8 @@ LR = 0.05
 LONGEST = 24  # sampled tokens of a trajectory
 #: Of the teacher's random weights, and of what PAPO hides.
 TEACHER_SEED, MASK_SEED = 17, 23
+#: The column of a group's label, and the seeds of the teachers by label.
+LABEL, TEACHER_SEEDS = "kind", {"odd": 18, "even": 17}
 VERSION = 4  # of the weights that are trained
 
 
@@ -64,6 +66,7 @@ class Layout:
     placement: str = "loss"  # of the KL
     papo: tuple[float, float] = (0.0, 0.0)  # weights of the KL and of the two entropies
     teacher: tuple[float, float, int] | None = None  # weights of the KL and of the reward, top_k
+    labelled: bool = False  # whether every second group has another teacher
 
     @property
     def turns(self) -> bool:
@@ -103,7 +106,8 @@ def groups_of(kind: str):
         groups = _changed(groups, lambda g, i, t: _in_turns(rng, t))
     if "sequences" in kind:
         groups = _changed(groups, lambda g, i, t: _rewritten(t))
-    return groups
+    labels = list(TEACHER_SEEDS)
+    return [replace(g, labels={LABEL: labels[n % 2]}) for n, g in enumerate(groups)]
 
 
 def _of_versions(t):
@@ -287,9 +291,13 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         reference.model.visual.load_state_dict(model.model.visual.state_dict())
     groups = groups_of(kind)
     groups = routed(groups, layout.family) if layout.replay else groups
-    teacher = (
-        tiny_model(TEACHER_SEED, family=layout.family, **layout.sizes) if layout.teacher else None
-    )
+    teachers = {
+        label: tiny_model(
+            seed if layout.labelled else TEACHER_SEED, family=layout.family, **layout.sizes
+        )
+        for label, seed in TEACHER_SEEDS.items()
+        if layout.teacher
+    }
     hide = Corruption("mask", 0.5)
     hidden = {
         g.id: g.with_images({image.hash: hide(image, MASK_SEED) for image, _ in g.images})
@@ -333,6 +341,7 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         loss = torch.zeros(())
         for g, i in members:
             logp = logprobs_of(model, g, i, True)
+            teacher = teachers.get(g.labels[LABEL])
             token = token_losses(layout, g, i, advantages[g.id, i], logp, start[g.id, i], teacher)
             if any(layout.papo):
                 token = token + perception(layout, model, g, hidden[g.id], i, logp)

@@ -288,11 +288,11 @@ def tiny_trainer(
     actor=None,
     algorithm=None,
     max_tokens: int = 400,
-    load_teacher=None,
+    teachers=(),
     **collator,
 ):
     """A `Trainer` of the tiny model in float32 (`actor` may say otherwise), for a run of one step."""
-    from rlinf_vl.actor.trainer import Trainer
+    from rlinf_vl.actor.trainer import TeacherSource, Trainer
     from rlinf_vl.config.presets import with_presets
     from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 
@@ -300,8 +300,15 @@ def tiny_trainer(
         actor = ActorConfig()
         actor.fsdp_config.mixed_precision.param_dtype = "fp32"
     collate = tiny_collator(**collator)
-    teacher = load_teacher and (load_teacher, collate)
+    sources = [TeacherSource(load_teacher, collate, labels) for load_teacher, labels in teachers]
     algorithm = algorithm or with_presets(AlgorithmConfig())
     return Trainer(
-        load, collate, mesh, actor, algorithm, max_tokens=max_tokens, total_steps=1, teacher=teacher
+        load,
+        collate,
+        mesh,
+        actor,
+        algorithm,
+        max_tokens=max_tokens,
+        total_steps=1,
+        teachers=sources,
     )

@@ -1,13 +1,17 @@
 """One training step of a `Trainer` as a `Layout` says, on ranks that are processes of their own: real FSDP2 over gloo."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from adapters import adapter_values
 from plain_step import (
+    LABEL,
     LONGEST,
     LR,
     MASK_SEED,
     TEACHER_SEED,
+    TEACHER_SEEDS,
     VERSION,
     Layout,
     adapters_of,
@@ -87,13 +91,22 @@ def train(layout: Layout, kind: str):
             papo=PapoConfig(*layout.papo[:1], entropy_weight=layout.papo[1], strength=0.5),
         )
     )
-    load_teacher = None
+    teachers = []
     if layout.teacher is not None:
         weight, reward_weight, top_k = layout.teacher
-        algorithm.distillation = DistillationConfig("a folder", weight, top_k, reward_weight)
+        algorithm.distillation = DistillationConfig(
+            "a folder", weight=weight, top_k=top_k, reward_weight=reward_weight
+        )
 
-        def load_teacher(dtype: torch.dtype):
-            return tiny_policy(dtype, TEACHER_SEED, 0.7, 6, layout.family, **layout.sizes)
+        def load_teacher(seed: int, dtype: torch.dtype):
+            return tiny_policy(dtype, seed, 0.7, 6, layout.family, **layout.sizes)
+
+        teachers = [(partial(load_teacher, TEACHER_SEED), ())]
+        if layout.labelled:
+            algorithm.distillation.teacher_key = LABEL
+            teachers = [
+                (partial(load_teacher, seed), (label,)) for label, seed in TEACHER_SEEDS.items()
+            ]
 
     fsdp = FsdpConfig(
         gradient_checkpointing=layout.checkpointing,
@@ -119,7 +132,7 @@ def train(layout: Layout, kind: str):
         max_tokens=5,  # several calls of a frozen tower
         pad_to=layout.budget if layout.pad else None,
         share_prompts=layout.share,
-        load_teacher=load_teacher,
+        teachers=teachers,
     )
     weights = dict(trainer.policy.model.named_parameters())
     for name, value in adapter_values((n, tuple(p.shape)) for n, p in weights.items()).items():

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from rlinf_vl.actor.mesh import Mesh
-from rlinf_vl.actor.trainer import Teacher, Trainer
+from rlinf_vl.actor.trainer import TeacherSource, Trainer
 from rlinf_vl.algorithms.losses import takes_six_arguments
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.algorithm import LOSSES
@@ -32,21 +32,21 @@ SIZES = [(28, 28), (224, 224), (480, 640), (1080, 1920), (3000, 200)]
 def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) -> Trainer:
     """Load the trainer of a run.
 
-    The policy and reference are read from `model_path`, a teacher from
-    `algorithm.distillation.teacher_path`. Collective.
+    The policy and reference are read from `model_path`, teachers from where
+    `algorithm.distillation` says. Collective.
 
     Raises:
-        RunError: the teacher has other tokens or image grids than the policy.
+        RunError: a teacher has other tokens or image grids than the policy.
     """
     max_tokens = config.runner.max_tokens_per_mbs
     load_policy, collate_policy, processor = _model(
         config, model_path, config.rollout.model.model_type
     )
-    teacher: Teacher | None = None
-    if (path := config.algorithm.distillation.teacher_path) is not None:
+    distillation, teachers = config.algorithm.distillation, list[TeacherSource]()
+    for path, labels in distillation.labels_by_path.items():
         load_teacher, collate_teacher, teacher_processor = _model(config, path, "auto")
-        _check_teacher(path, processor, teacher_processor)
-        teacher = (load_teacher, collate_teacher)
+        _check_teacher(f"{distillation.key_of(path)}: {path}", processor, teacher_processor)
+        teachers.append(TeacherSource(load_teacher, collate_teacher, labels))
     loss_name, loss = config.algorithm.loss_type, None
     if is_code(loss_name):
         loss = load_code(
@@ -63,7 +63,7 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
         max_tokens=max_tokens,
         total_steps=total_steps,
         loss=loss,
-        teacher=teacher,
+        teachers=teachers,
     )
 
 
@@ -99,9 +99,11 @@ def _model(config: Config, path: str, model_type: str):
     return load, collate, processor
 
 
-def _check_teacher(path: str, policy: Processor, teacher: Processor) -> None:
-    """Raise RunError unless a teacher reads the policy's ids and images as they are."""
-    setting = f"algorithm.distillation.teacher_path: {path}"
+def _check_teacher(setting: str, policy: Processor, teacher: Processor) -> None:
+    """Raise RunError unless a teacher reads the policy's ids and images as they are.
+
+    `setting` is the config key that names it, with its value.
+    """
     policy_ids, teacher_ids = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if policy_ids != teacher_ids:
         # One token that differs says more than how many do.

@@ -1,15 +1,17 @@
-"""Forwards beside the policy's own: of the reference, a teacher, and on corrupted images.
+"""Forwards beside the policy's own: of the reference, of teachers, and on corrupted images.
 
 All take the policy's rows, packed alike, so they cost one forward each. The reference shares the
-policy's image features. A teacher has a tower of its own, which encodes each image once. Corrupted
+policy's image features. A teacher has a tower of its own, which encodes each image once. Several
+teachers share a micro-batch: each gets the trajectories whose row has its label, and no others. Corrupted
 images are new in each step, and go through the policy's tower in each micro-batch.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlinf_vl.actor.batch_types import Advantages, RankMiniBatch
@@ -20,6 +22,7 @@ from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.models.family import VisionFeatures
 from rlinf_vl.models.lora import adapters_off
 from rlinf_vl.models.policy import Candidates, PolicyModel
+from rlinf_vl.models.transfer import on_device
 from rlinf_vl.observe.spans import span
 from rlinf_vl.types import Group, ImageRef, MicroBatch
 
@@ -34,12 +37,12 @@ class MicroBatchInputs:
     Attributes:
         policy: of the policy and the reference.
         corrupted: of the policy on corrupted images; None without PAPO.
-        teacher: of the teacher; None without one.
+        teachers: of each teacher.
     """
 
     policy: ModelInput
     corrupted: ModelInput | None
-    teacher: ModelInput | None
+    teachers: "tuple[TeacherInput, ...]"
     forwards: "AuxiliaryForwards"
 
     def before_policy(self) -> Passes:
@@ -59,17 +62,23 @@ class MicroBatchInputs:
     def after_policy(
         self, passes: Passes, logprobs: torch.Tensor, candidates: Candidates | None
     ) -> Passes:
-        """Run the teacher's forward, and return `passes` with its logprobs.
+        """Run the teachers' forwards, and return `passes` with their logprobs.
 
         With `candidates`, `logprobs` are the policy's, [R, 1 + K]: of the sampled tokens, then of
-        the candidates. The teacher is asked for the same tokens.
+        the candidates. The teachers are asked for the same tokens.
         """
-        if self.teacher is None or self.forwards.teacher is None:
+        if not self.teachers:
             return passes
-        with torch.no_grad(), span("teacher"):
-            teacher_logprobs, _ = self.forwards.teacher(
-                *_without_columns(self.teacher), candidates=candidates
-            )
+        teacher_logprobs = torch.zeros_like(logprobs, requires_grad=False)
+        for teacher in self.teachers:
+            tokens = teacher.tokens_of(self.policy[0], logprobs.device)
+            chosen = candidates
+            if candidates is not None and candidates.ids is not None:
+                chosen = Candidates(candidates.k, candidates.ids[tokens])
+            with torch.no_grad(), span("teacher"):
+                teacher_logprobs[tokens], _ = teacher.model(
+                    *_without_columns(teacher.model_input), candidates=chosen
+                )
         if candidates is None:
             return replace(passes, teacher=teacher_logprobs)
         return replace(
@@ -77,6 +86,38 @@ class MicroBatchInputs:
             teacher=teacher_logprobs[:, 0],
             candidates=(logprobs[:, 1:], teacher_logprobs[:, 1:]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model whose distribution the policy learns.
+
+    Attributes:
+        labels: of the rows that it teaches; none: all rows.
+    """
+
+    model: PolicyModel
+    batches: BatchMaker
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherInput:
+    """The input of a teacher's forward: the trajectories of a micro-batch that it teaches.
+
+    Attributes:
+        places: the numbers of these trajectories in the policy's micro-batch; None: all.
+    """
+
+    model: PolicyModel
+    model_input: ModelInput
+    places: list[int] | None = None
+
+    def tokens_of(self, batch: MicroBatch, device: torch.device) -> slice | torch.Tensor:
+        """Return which sampled tokens of the policy's micro-batch the forward is about."""
+        if self.places is None:
+            return slice(None)
+        return on_device(np.flatnonzero(np.isin(batch.trajectories, self.places)), device)
 
 
 @torch.no_grad()
@@ -105,19 +146,17 @@ class AuxiliaryForwards:
         self,
         policy: PolicyModel,
         reference: PolicyModel | None,
-        teacher: PolicyModel | None,
-        teacher_batches: BatchMaker | None,
+        teachers: Sequence[Teacher],
         algorithm: AlgorithmConfig,
     ) -> None:
-        """Store the models; `teacher_batches` makes the teacher's micro-batches.
+        """Store the models.
 
         `reference` is None where its KL is not in the loss.
         """
         self.policy = policy
         self.reference = reference
-        self.teacher = teacher
+        self.teachers = teachers
         self.algorithm = algorithm
-        self._teacher_batches = teacher_batches
         self._corrupted_batches: BatchMaker | None = None  # made anew in each step
 
     def prepare(self, batches: BatchMaker, groups: Collection[Group], seed: int) -> None:
@@ -125,8 +164,8 @@ class AuxiliaryForwards:
 
         `batches` makes the policy's micro-batches; `seed` seeds the corruption of images.
         """
-        if self._teacher_batches is not None:
-            self._teacher_batches.prepare(groups)
+        for teacher in self.teachers:
+            teacher.batches.prepare([group for group in groups if self._teaches(teacher, group)])
         papo = self.algorithm.papo
         if papo.weight or papo.entropy_weight:
             corrupt, pixels = Corruption(papo.kind, papo.strength), batches.pixels
@@ -140,10 +179,10 @@ class AuxiliaryForwards:
     def candidates(self) -> Candidates | None:
         """Return an object for the policy's likeliest tokens, which its own forward fills in.
 
-        None if the teacher is compared on the sampled tokens only, or there is none.
+        None if teachers are compared on the sampled tokens only, or there is none.
         """
         k = self.algorithm.distillation.top_k
-        return Candidates(k) if self.teacher is not None and k else None
+        return Candidates(k) if self.teachers and k else None
 
     def inputs(
         self,
@@ -157,13 +196,46 @@ class AuxiliaryForwards:
             corrupted_inputs = repeat(None)
         else:
             corrupted_inputs = self._corrupted_batches(mini, groups, advantages)
-        if self._teacher_batches is None:
-            teacher_inputs = repeat(None)
-        else:
-            teacher_inputs = self._teacher_batches(mini, groups, advantages)
+        teacher_inputs = [
+            self._inputs_of(teacher, mini, groups, advantages) for teacher in self.teachers
+        ]
         policy_inputs = batches(mini, groups, advantages)
         # Not strict: an input that no forward needs is None without end.
-        for policy, corrupted, teacher in zip(
-            policy_inputs, corrupted_inputs, teacher_inputs, strict=False
+        for policy, corrupted, *taught in zip(
+            policy_inputs, corrupted_inputs, *teacher_inputs, strict=False
         ):
-            yield MicroBatchInputs(policy, corrupted, teacher, self)
+            yield MicroBatchInputs(policy, corrupted, tuple(taught), self)
+
+    def _teaches(self, teacher: Teacher, group: Group) -> bool:
+        """Return whether a teacher teaches a group."""
+        label = self.algorithm.distillation.label_of(group.labels)
+        return not teacher.labels or label in teacher.labels
+
+    def _inputs_of(
+        self,
+        teacher: Teacher,
+        mini: RankMiniBatch,
+        groups: Mapping[int, Group],
+        advantages: Advantages,
+    ) -> Iterator[TeacherInput]:
+        """Yield a teacher's input for each micro-batch of `mini`, in order.
+
+        Where it teaches none of a micro-batch's trajectories, the input is filler: its forward
+        takes part in the collectives of all ranks.
+        """
+        if not teacher.labels:
+            for model_input in teacher.batches(mini, groups, advantages):
+                yield TeacherInput(teacher.model, model_input)
+            return
+        places = [
+            [n for n, item in enumerate(items) if self._teaches(teacher, groups[item.group])]
+            for items in mini.micro_batches
+        ]
+        taught_items = tuple(
+            tuple(items[n] for n in taught)
+            for items, taught in zip(mini.micro_batches, places, strict=True)
+        )
+        taught_mini = replace(mini, micro_batches=taught_items)
+        model_inputs = teacher.batches(taught_mini, groups, advantages)
+        for model_input, taught in zip(model_inputs, places, strict=True):
+            yield TeacherInput(teacher.model, model_input, taught)

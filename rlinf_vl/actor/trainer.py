@@ -10,7 +10,7 @@ packed or who trains them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from rlinf_vl.actor.loss import micro_batch_loss, needs_start
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
-from rlinf_vl.actor.passes import AuxiliaryForwards, reference_logprobs
+from rlinf_vl.actor.passes import AuxiliaryForwards, Teacher, reference_logprobs
 from rlinf_vl.algorithms import divergence
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of
@@ -44,7 +44,21 @@ from rlinf_vl.weights.shard import ShardPart, local_part
 Groups = Mapping[int, Group]
 #: Reads a model in a dtype, on the CPU.
 Load = Callable[[torch.dtype], PolicyModel]
-Teacher = tuple[Load, Collator]
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSource:
+    """A teacher that is yet to be loaded.
+
+    Attributes:
+        load: reads the model.
+        collate: makes its micro-batches.
+        labels: of the rows that it teaches; none: all rows.
+    """
+
+    load: Load
+    collate: Collator
+    labels: tuple[str, ...] = ()
 
 
 class Trainer:
@@ -65,7 +79,7 @@ class Trainer:
         max_tokens: int,
         total_steps: int,
         loss: Callable[..., torch.Tensor] | None = None,
-        teacher: Teacher | None = None,
+        teachers: Sequence[TeacherSource] = (),
     ) -> None:
         """Load the models, shard them, and make the optimizer.
 
@@ -76,7 +90,7 @@ class Trainer:
             max_tokens: of a micro-batch, and so of the images that are encoded at once.
             total_steps: of the run, for the learning rate.
             loss: the code that `algorithm.loss_type` names.
-            teacher: the function that reads the teacher, and its collator.
+            teachers: read and sharded in this order.
         """
         self.mesh = mesh
         self.actor = actor
@@ -101,17 +115,15 @@ class Trainer:
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.writer: checkpoint.CheckpointWriter | None = None  # from the first checkpoint on
         self.scheduler = self._schedule(done=0)
-        teacher_model, teacher_batches = self._load_teacher(teacher)
         self.forwards = AuxiliaryForwards(
             self.policy,
             self.reference if algorithm.kl_placement == "loss" else None,
-            teacher_model,
-            teacher_batches,
+            [self._load_teacher(source) for source in teachers],
             algorithm,
         )
-        frozen = [
-            m for m in (self.reference, self.forwards.teacher) if m not in (None, self.policy)
-        ]
+        frozen = [teacher.model for teacher in self.forwards.teachers]
+        if self.reference is not None and self.reference is not self.policy:
+            frozen.insert(0, self.reference)
         self.memory = Offload(self.policy, self.optimizer, frozen, mesh.device)
         family, named = self.policy.family, self.policy.model.named_parameters()
         trained = {part_of(name, family) for name, p in named if p.requires_grad}
@@ -144,18 +156,13 @@ class Trainer:
             )
         return self.mesh.shard(policy, fsdp).train(not frozen)
 
-    def _load_teacher(
-        self, teacher: Teacher | None
-    ) -> tuple[PolicyModel | None, BatchMaker | None]:
-        """Return the teacher, sharded as the policy is, and the maker of its micro-batches."""
-        if teacher is None:
-            return None, None
-        load, collate = teacher
-        model = self._sharded(
-            load(DTYPES[self.actor.fsdp_config.mixed_precision.param_dtype]), frozen=True
-        )
+    def _load_teacher(self, source: TeacherSource) -> Teacher:
+        """Return a teacher, sharded as the policy is, with the maker of its micro-batches."""
+        dtype = DTYPES[self.actor.fsdp_config.mixed_precision.param_dtype]
+        model = self._sharded(source.load(dtype), frozen=True)
         cache = self._vision_cache() if model.family.vision_tower else None
-        return model, BatchMaker(model, collate, cache, self.max_tokens)
+        batches = BatchMaker(model, source.collate, cache, self.max_tokens)
+        return Teacher(model, batches, source.labels)
 
     def _vision_cache(self) -> VisionCache:
         return VisionCache(int(self.actor.vision_cache_gb * 2**30), self.mesh.device)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, NamedTuple
@@ -116,7 +117,8 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
                     row, _text_hash(problem), problem.answer.strip(), tokens, tuple(images)
                 )
 
-        return check.filter(datasets[split], rows, add_facts), list(facts_by_row.values())
+        split_check = replace(check, for_training=split == "train")
+        return split_check.filter(datasets[split], rows, add_facts), list(facts_by_row.values())
 
     return inspect
 

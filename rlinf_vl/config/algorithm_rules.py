@@ -23,9 +23,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     )
     yield from _distillation(config)
     # A run that learns from its teacher alone uses no advantages.
-    alone = (
-        algorithm.distillation.teacher_path is not None and not algorithm.distillation.reward_weight
-    )
+    distillation = algorithm.distillation
+    alone = bool(distillation.labels_by_path) and not distillation.reward_weight
     # user code may not compare within groups
     estimator = built_ins("estimators").get(algorithm.adv_type)
     in_groups = not is_code(algorithm.adv_type) and (estimator is None or estimator.needs_groups)
@@ -161,11 +160,33 @@ def _distillation(config: Config) -> Iterator[str]:
             "algorithm.papo.weight is 0; set that, or entropy_weight=0 (algorithm.entropy_bonus "
             "is the policy's own)"
         )
-    if distillation.teacher_path is None:
+    if distillation.teachers and distillation.teacher_path is not None:
+        yield (
+            f"algorithm.distillation.teachers: {distillation.teachers} with teacher_path="
+            f"{distillation.teacher_path}: a row has one teacher; set one of them"
+        )
+    if distillation.teachers and distillation.teacher_key is None:
+        yield (
+            f"algorithm.distillation.teachers: {distillation.teachers} without teacher_key; set "
+            "algorithm.distillation.teacher_key to the column that has the rows' labels"
+        )
+    if distillation.teacher_key is not None and not distillation.teachers:
+        yield (
+            f"algorithm.distillation.teacher_key: {distillation.teacher_key} without teachers; set "
+            "algorithm.distillation.teachers, or leave teacher_key out"
+        )
+    context_ranks = config.actor.context_parallel_size
+    if distillation.teachers and distillation.top_k and context_ranks > 1:
+        yield (
+            f"algorithm.distillation.top_k: {distillation.top_k} with teachers and "
+            f"actor.context_parallel_size={context_ranks}: each rank knows the candidates of its "
+            "part of a row only; set top_k=0, context_parallel_size=1, or one teacher_path"
+        )
+    if not distillation.labels_by_path:
         # A key that was set shows that a teacher was meant.
         for key, default in vars(type(distillation)()).items():
             setting = getattr(distillation, key)
-            if setting != default:
+            if setting != default and key != "teacher_key":
                 yield (
                     f"algorithm.distillation.{key}: {setting} without a teacher; set "
                     f"algorithm.distillation.teacher_path, or leave {key} out"

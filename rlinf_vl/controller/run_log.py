@@ -89,7 +89,7 @@ class RunLog:
         )
         distillation = self._config.algorithm.distillation
         # A policy that learns from a teacher alone may tie in every group: that is no alarm.
-        learns_from_rewards = distillation.teacher_path is None or distillation.reward_weight > 0
+        learns_from_rewards = not distillation.labels_by_path or distillation.reward_weight > 0
         groups = self._config.data.rollout_batch_size if learns_from_rewards else None
         self._alarms = Alarms(groups, read_lines(self._run_dir / "metrics.jsonl")[0])
         if metrics and self.last_step != step:

@@ -9,6 +9,7 @@ TRAJECTORY_TOO_LONG = "trajectory too long"
 ANSWER_UNUSABLE = "answer unusable"
 NOT_FETCHED = "image not fetched"
 ENVIRONMENT_UNUSABLE = "environment unusable"
+NO_TEACHER = "teacher unknown"
 QUARANTINED = "quarantined"
 
 

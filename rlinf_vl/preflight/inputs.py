@@ -34,7 +34,7 @@ from rlinf_vl.errors import ConfigError, nearest, reason_of
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.preflight.hub import HUB_NAME, ask_hub
-from rlinf_vl.preflight.teacher import teacher
+from rlinf_vl.preflight.teacher import teachers
 from rlinf_vl.rewards.forms import SIGNATURE
 from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import load_function
@@ -423,7 +423,7 @@ RULES = [
     _agent,
     _rewards,
     checkpoint,
-    teacher,
+    teachers,
     _server_arguments,
     _folders,
     _object_store,

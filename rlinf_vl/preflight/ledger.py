@@ -244,8 +244,9 @@ def _rank(
     packed = {"4-bit weights": math.ceil(quantized * BITS / 8)} if quantized else {}
     if has_reference:
         shards["reference"] = compute * weights.shard(shard) * on_device
-    if teacher := model.teacher:
-        shards["teacher"] = compute * teacher.shard(shard) * on_device
+    teachers = model.teachers
+    if teachers:
+        shards["teacher"] = compute * sum(t.shard(shard) for t in teachers) * on_device
     # AdamW's two moments, and the gradients, are float32.
     optimizer = {"optimizer": 8 * trained * on_device}
     sharded_gradients = 4 * trained * on_device
@@ -259,12 +260,12 @@ def _rank(
     )
     if has_reference:
         gathered += weights.total - weights.tower if keeps_gathered else weights.root + blocks
-    if teacher:
-        gathered += (
-            teacher.total
-            if keeps_gathered
-            else teacher.root + 4 * max(teacher.block, teacher.tower_unit)
-        )
+    if teachers and keeps_gathered:
+        gathered += sum(teacher.total for teacher in teachers)
+    elif teachers:
+        # They run one after the other: each leaves its root whole, and the blocks of one are in use.
+        gathered += sum(teacher.root for teacher in teachers)
+        gathered += 4 * max(max(teacher.block, teacher.tower_unit) for teacher in teachers)
     train = {
         # Of quantized weights, one is dense at a time.
         "gathered weights": compute * (gathered + max(weights.quantized, default=0)),
@@ -295,7 +296,7 @@ def _rank(
         "rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1),
         "allocator": RESIDUE_BYTES,
     }
-    n_caches = tower_frozen + (teacher is not None and teacher.tower > 0)
+    n_caches = tower_frozen + sum(teacher.tower > 0 for teacher in teachers)
     cache = {"vision cache": n_caches * int(actor.vision_cache_gb * GIB)}
     training = process_parts | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer

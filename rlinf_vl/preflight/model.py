@@ -73,13 +73,12 @@ class Model:
         self._config = config
 
     @cached_property
-    def teacher(self) -> "Weights | None":
-        """Numbers of the teacher's parameters; None without a teacher."""
-        if (path := self._config.algorithm.distillation.teacher_path) is None:
-            return None
+    def teachers(self) -> "list[Weights]":
+        """Numbers of each teacher's parameters."""
         teacher_config = copy.deepcopy(self._config)
         teacher_config.actor.model.is_lora = False
-        return Model(teacher_config, path).weights
+        paths = self._config.algorithm.distillation.labels_by_path
+        return [Model(teacher_config, path).weights for path in paths]
 
     @cache  # noqa: B019  # a model or two in a process
     def step(self, tokens: int) -> Trace:

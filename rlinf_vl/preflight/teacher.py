@@ -1,4 +1,4 @@
-"""Check the teacher that a config names (`algorithm.distillation.teacher_path`) before a run."""
+"""Check the teachers that a config names (`algorithm.distillation`) before a run."""
 
 import json
 from collections.abc import Iterator
@@ -11,14 +11,18 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.preflight.checkpoint import checkpoint
 
 
-def teacher(config: Config) -> Iterator[str]:
-    """Yield the teacher's problems as a checkpoint, and tokens that differ from the policy's.
+def teachers(config: Config) -> Iterator[str]:
+    """Yield the problems of each teacher."""
+    distillation = config.algorithm.distillation
+    for path in distillation.labels_by_path:
+        yield from _teacher(config, path, distillation.key_of(path))
 
-    The policy's engine need not know its family.
+
+def _teacher(config: Config, path: str, key: str) -> Iterator[str]:
+    """Yield a teacher's problems as a checkpoint, and tokens that differ from the policy's.
+
+    The policy's engine need not know its family. `key` is the config key that names it.
     """
-    path, key = config.algorithm.distillation.teacher_path, "algorithm.distillation.teacher_path"
-    if path is None:
-        return
     if path in TOYS:
         yield f"{key}: {path!r} is the embedded task's model before any training; export a run's checkpoint, and name that folder"
         return

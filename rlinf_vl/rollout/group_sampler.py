@@ -195,7 +195,7 @@ class GroupSampler:
             # 60 bits of the hash: a number is smaller to send than a text.
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
 
-        check = RowCheck(self.config, self.builder, self.make_env)
+        check = RowCheck(self.config, self.builder, self.make_env, split == "train")
         result = await asyncio.to_thread(check.filter, self.datasets[split], rows, note_images)
         return result, images
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema.guidance import DistillationConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
-from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, RowError
+from rlinf_vl.data.unusable import ANSWER_UNUSABLE, ENVIRONMENT_UNUSABLE, NO_TEACHER, RowError
 from rlinf_vl.envs import EnvMaker
 from rlinf_vl.envs.registry import SINGLE
 from rlinf_vl.models.families import family_of
@@ -70,17 +71,41 @@ def without_reference(env_name: str, problem: Problem) -> str:
     )
 
 
+def _check_teacher(problem: Problem, distillation: DistillationConfig) -> None:
+    """Raise RowError if there are several teachers, and none has the row's label."""
+    teachers, key = distillation.teachers, distillation.teacher_key
+    label = distillation.label_of(problem.labels)
+    if not teachers or label in teachers:
+        return
+    teacher_labels = ", ".join(teachers)
+    if label is None:
+        columns = ", ".join(problem.labels) or "none"
+        reason = (
+            f"algorithm.distillation.teacher_key: the row has no label in column {key!r}; its "
+            f"columns with short texts or numbers are {columns}, and teachers are for "
+            f"{teacher_labels}"
+        )
+    else:
+        reason = (
+            f"column {key!r} holds {label!r}, and algorithm.distillation.teachers has "
+            f"{teacher_labels}; add a teacher for it, or mend the row"
+        )
+    raise RowError(problem.id, NO_TEACHER, reason)
+
+
 @dataclass(frozen=True)
 class RowCheck:
     """The check whether rows can be used.
 
     Attributes:
         builder: None to ignore the length of prompts.
+        for_training: whether the rows are trained on, and need a teacher if there are several.
     """
 
     config: Config
     builder: RequestBuilder | None
     make_env: EnvMaker
+    for_training: bool = True
 
     def filter(
         self,
@@ -131,6 +156,8 @@ class RowCheck:
                         check_answer(problem.answer)
             except GradingError as e:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
+            if self.for_training:
+                _check_teacher(problem, self.config.algorithm.distillation)
             if self.builder is None:
                 see(row, problem, None)
                 return 0

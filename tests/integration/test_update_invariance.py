@@ -83,7 +83,7 @@ def references():
                  layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
                  layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
                  layout.balance, str(layout.sizes), layout.adv, layout.placement, layout.papo, layout.teacher,
-                 kind)  # fmt: skip
+                 layout.labelled, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -217,6 +217,7 @@ PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
     "PAPO, split",
     "teacher, split",
     "teacher's top 5",
+    "two teachers, split",
     "everything at once",
     "corrupted images, by sequence",
 )
@@ -249,6 +250,21 @@ PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
             replace(BASE, teacher=(1.0, 0.0, 5), ranks=2, budget=80, train_tower=False),
             "mixed",
             id="teacher's top 5",
+        ),
+        pytest.param(
+            replace(BASE, teacher=TEACHER, labelled=True, ranks=2, budget=80, minibatches=2),
+            "turns sequences",
+            id="two teachers, split",
+        ),
+        pytest.param(
+            replace(BASE, teacher=TEACHER, labelled=True, ranks=2, context=2),
+            "mixed",
+            id="two teachers, each row on 2 ranks",
+        ),
+        pytest.param(
+            replace(BASE, teacher=(1.0, 0.5, 5), labelled=True, size=2, train_tower=False),
+            "mixed",
+            id="two teachers' top 5",
         ),
         pytest.param(
             replace(BASE, teacher=(1.0, 1.0, 999), checkpointing=True),

@@ -1,7 +1,8 @@
 """Keys of `algorithm.image_corruption`, `.papo` and `.distillation`: learning signals beside the
 reward."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlinf_vl.config.schema.limits import NOT_NEGATIVE, POSITIVE, SHARE, key
 
@@ -47,6 +48,11 @@ class DistillationConfig:
     teacher_path: str | None = None
     """A checkpoint with the policy's tokenizer and images, whose distribution the policy learns on
     its own answers; null is off."""
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Several teachers, in place of teacher_path: a mapping from a row's label to the checkpoint
+    that teaches this row, such as {charts: path/a, geometry: path/b}."""
+    teacher_key: str | None = None
+    """The column that has the label of each training row, for teachers."""
     weight: float = key(1.0, NOT_NEGATIVE)
     """Weight of the reverse KL, KL(policy‖teacher), of each token."""
     top_k: int = key(0, NOT_NEGATIVE)
@@ -55,3 +61,24 @@ class DistillationConfig:
     for a larger head."""
     reward_weight: float = key(1.0, NOT_NEGATIVE)
     """Factor of the reward's advantages; 0 learns from the teacher alone."""
+
+    @property
+    def labels_by_path(self) -> dict[str, tuple[str, ...]]:
+        """Each teacher's checkpoint, and the labels of the rows that it teaches; none: all rows."""
+        if self.teacher_path is not None:
+            return {self.teacher_path: ()}
+        labels: dict[str, tuple[str, ...]] = {}
+        for label, path in self.teachers.items():
+            labels[path] = (*labels.get(path, ()), label)
+        return labels
+
+    def label_of(self, row_labels: Mapping[str, str | float]) -> str | None:
+        """Return the label of a row, of its short columns; None if the row has none."""
+        label = None if self.teacher_key is None else row_labels.get(self.teacher_key)
+        return None if label is None else str(label)
+
+    def key_of(self, path: str) -> str:
+        """Return the config key that names a teacher's checkpoint."""
+        labels = self.labels_by_path[path]
+        name = f"teachers.{labels[0]}" if labels else "teacher_path"
+        return f"algorithm.distillation.{name}"

@@ -135,6 +135,18 @@ def test_a_teacher_has_weights_and_image_features_of_its_own(model):
     )
     taught = ledger(config, CLUSTERS[1]).gpus[0].phases["train"]
     alone = made(model, on=CLUSTERS[1]).gpus[0].phases["train"]
+    two = parse_config(
+        FLAGSHIP,
+        [
+            "algorithm.distillation.teachers={a: Qwen/Qwen3-VL-2B-Instruct, "
+            "b: Qwen/Qwen3-VL-4B-Instruct, c: Qwen/Qwen3-VL-2B-Instruct}",
+            "algorithm.distillation.teacher_key=kind",
+        ],
+    )
+    both = ledger(two, CLUSTERS[1]).gpus[0].phases["train"]
+    assert both["teacher"] > 2.5 * taught["teacher"], "the second is of 4B parameters"
+    assert both["vision cache"] == 3 * alone["vision cache"]
+    assert both["gathered weights"] > taught["gathered weights"]
     assert taught["teacher"] == pytest.approx(2 * TOTAL / 8, rel=1e-3)
     assert taught["vision cache"] == 2 * alone["vision cache"] and "teacher" not in alone
     assert (

@@ -2,13 +2,19 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.config import load_config
+from rlinf_vl.data.dataset import open_datasets
+from rlinf_vl.data.unusable import NO_TEACHER
+from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import ConfigError, RunError
-from rlinf_vl.preflight.teacher import teacher
+from rlinf_vl.preflight.teacher import teachers
+from rlinf_vl.rollout.env_makers import env_maker_of
+from rlinf_vl.rollout.row_check import RowCheck
 
 KEY = "algorithm.distillation.teacher_path"
 
@@ -31,22 +37,22 @@ def config_of(path, *overrides):
 
 
 def test_a_sound_teacher_is_accepted_and_none_is_not_looked_at(toy_folder):
-    assert list(teacher(config_of(toy_folder, f"rollout.model.model_path={toy_folder}"))) == []
-    assert list(teacher(load_config("toy-grpo-cpu", []))) == []
+    assert list(teachers(config_of(toy_folder, f"rollout.model.model_path={toy_folder}"))) == []
+    assert list(teachers(load_config("toy-grpo-cpu", []))) == []
 
 
 def test_a_folder_that_is_no_checkpoint_is_told_by_the_teachers_key(tmp_path):
-    (problem,) = teacher(config_of(tmp_path))
+    (problem,) = teachers(config_of(tmp_path))
     assert problem.startswith(f"{KEY}: {tmp_path} has no config.json")
-    (problem,) = teacher(config_of(tmp_path / "nowhere"))
+    (problem,) = teachers(config_of(tmp_path / "nowhere"))
     assert problem.startswith(f"{KEY}: no folder")
-    (problem,) = teacher(config_of("toy"))
+    (problem,) = teachers(config_of("toy"))
     assert "export" in problem
 
 
 def test_another_tokenizer_is_told_with_the_token(toy_folder, other):
     config = config_of(other, f"rollout.model.model_path={toy_folder}")
-    (problem,) = teacher(config)
+    (problem,) = teachers(config)
     assert (
         problem.startswith(f"{KEY}: {other} has another tokenizer")
         and "41" in problem
@@ -57,12 +63,72 @@ def test_another_tokenizer_is_told_with_the_token(toy_folder, other):
         load_trainer(config, str(toy_folder), None, 1)
 
 
+TWO = "algorithm.distillation={teachers: {red: ONE, blue: OTHER}, teacher_key: colour}"
+
+
+def two_teachers(one, other, *overrides):
+    keys = TWO.replace("ONE", str(one)).replace("OTHER", str(other))
+    return load_config("toy-grpo-cpu", [keys, *overrides])
+
+
+def test_each_of_several_teachers_is_checked_and_told_by_its_label(toy_folder, other, tmp_path):
+    model = f"rollout.model.model_path={toy_folder}"
+    assert list(teachers(two_teachers(toy_folder, toy_folder, model))) == []
+    config = two_teachers(toy_folder, other, model)
+    (problem,) = teachers(config)
+    assert problem.startswith(f"algorithm.distillation.teachers.blue: {other} has another tokeniz")
+    with pytest.raises(RunError, match=r"distillation\.teachers\.blue: .* another tokenizer"):
+        load_trainer(config, str(toy_folder), None, 1)
+    red, blue = teachers(two_teachers(tmp_path / "a", tmp_path / "b", model))
+    assert "teachers.red: no folder" in red and "teachers.blue: no folder" in blue
+
+
+def test_labels_of_one_checkpoint_share_a_teacher():
+    distillation = two_teachers("x", "x").algorithm.distillation
+    assert distillation.labels_by_path == {"x": ("red", "blue")}
+    assert two_teachers("x", "y").algorithm.distillation.labels_by_path == {
+        "x": ("red",),
+        "y": ("blue",),
+    }
+    assert config_of("x").algorithm.distillation.labels_by_path == {"x": ()}
+    assert distillation.label_of({"colour": "red", "n": 1}) == "red"
+    assert distillation.label_of({"colour": 7}) == "7" and distillation.label_of({}) is None
+
+
+def test_a_row_without_a_teacher_is_refused_before_the_run(toy_folder, tmp_path):
+    rows = [{"colour": "red"}, {"colour": "green"}, {"shape": "disc", "n": 3}, {"colour": "r" * 99}]
+    lines = [json.dumps({"problem": "1 + 1?", "answer": "2"} | row) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    paths = f"data.train_data_paths=[{tmp_path}/rows.jsonl]"
+    model = f"rollout.model.model_path={toy_folder}"
+    config = two_teachers(toy_folder, toy_folder, model, paths, "data.image_keys=[]")
+    dataset = open_datasets(config.data, ENVIRONMENTS)["train"]
+    check = RowCheck(config, None, env_maker_of(config))
+    result = check.filter(dataset, range(4), lambda *_: None)
+    assert list(result.kept) == [0] and {bad.kind for bad in result.bad.values()} == {NO_TEACHER}
+    green, disc, long = (result.bad[row].reason for row in (1, 2, 3))
+    known = "algorithm.distillation.teachers has red, blue"
+    assert f"column 'colour' holds 'green', and {known}; add a teacher" in green
+    assert "no label in column 'colour'" in disc and "are shape, n, and teachers are" in disc
+    assert "no label in column 'colour'" in long, "a label has at most 64 characters"
+    validation = replace(check, for_training=False)
+    assert len(validation.filter(dataset, range(4), lambda *_: None).kept) == 4, "nobody teaches"
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["algorithm.distillation.top_k=3"], "without a teacher"),
         (["algorithm.distillation.reward_weight=0"], "without a teacher"),
         ([f"{KEY}=x", "algorithm.distillation.weight=0"], "learns nothing from the teacher"),
+        (["algorithm.distillation.teachers={red: x}"], "without teacher_key"),
+        (["algorithm.distillation.teacher_key=colour"], "teacher_key: colour without teachers"),
+        ([TWO, f"{KEY}=x"], "a row has one teacher"),
+        ([TWO, "algorithm.distillation.weight=0"], "learns nothing from the teacher"),
+        (
+            [TWO, "algorithm.distillation.top_k=3", "actor.context_parallel_size=2"],
+            "actor.context_parallel_size=2: each rank knows",
+        ),
         (["algorithm.papo.entropy_weight=0.1"], "algorithm.papo.weight is 0"),
         (["algorithm.image_corruption.share=0.01"], "is none"),
         (["algorithm.image_corruption.share=2"], "lie in"),
