@@ -67,6 +67,7 @@ class Layout:
     papo: tuple[float, float] = (0.0, 0.0)  # weights of the KL and of the two entropies
     teacher: tuple[float, float, int] | None = None  # weights of the KL and of the reward, top_k
     labelled: bool = False  # whether every second group has another teacher
+    privileged: bool = False  # whether the teacher sees more of the problem than the policy
 
     @property
     def turns(self) -> bool:
@@ -106,6 +107,16 @@ def groups_of(kind: str):
         groups = _changed(groups, lambda g, i, t: _in_turns(rng, t))
     if "sequences" in kind:
         groups = _changed(groups, lambda g, i, t: _rewritten(t))
+    # Of every trajectory's prompt, what the teacher sees: eight tokens more, different in each group.
+    for n, g in enumerate(groups):
+        hint = tuple(range(30 + n, 38 + n))
+        seen = [
+            replace(t, teacher_prompt=(*t.sequences[0].ids[: t.turns[0].start].tolist(), *hint))
+            if t.sequences
+            else t
+            for t in g.trajectories
+        ]
+        groups[n] = replace(g, trajectories=tuple(seen))
     labels = list(TEACHER_SEEDS)
     return [replace(g, labels={LABEL: labels[n % 2]}) for n, g in enumerate(groups)]
 
@@ -346,7 +357,9 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
             if any(layout.papo):
                 token = token + perception(layout, model, g, hidden[g.id], i, logp)
             if teacher is not None and layout.teacher[2]:
-                token = token + layout.teacher[0] * lesson(layout.teacher[2], model, teacher, g, i)
+                token = token + layout.teacher[0] * lesson(
+                    layout.teacher[2], model, teacher, g, i, told(g) if layout.privileged else g
+                )
             token = token - 0.01 * entropy_of(model, g, i)
             if layout.kl_beta and layout.placement == "loss":
                 gap = ref[g.id, i] - logprobs_of(model, g, i)
@@ -463,11 +476,27 @@ def perception(layout: Layout, model, g, hidden, i: int, logp):
     return token + entropy_weight * (entropy_of(model, g, i) + entropy) if entropy_weight else token
 
 
-def lesson(k: int, model, teacher, g, i: int):
+def told(g):
+    """The group with the teacher's prompts; logprobs of prompts are no one's."""
+
+    def with_hint(t):
+        (s,), n = t.sequences, len(t.teacher_prompt)
+        answer = slice(t.turns[0].start, None)
+        ids = np.array([*t.teacher_prompt, *s.ids[answer]], np.int32)
+        mask = np.array([*[False] * n, *s.loss_mask[answer]])
+        filler = np.zeros(len(ids), np.int32)
+        sequence = replace(s, ids=ids, loss_mask=mask, logprobs=None, versions=filler, columns={})
+        return replace(t, sequences=(sequence,), turns=())
+
+    seen = tuple(with_hint(t) if t.sequences else t for t in g.trajectories)
+    return replace(g, trajectories=seen, prefix_length=0)
+
+
+def lesson(k: int, model, teacher, g, i: int, seen):
     """KL(policy‖teacher) at each response position over the policy's k likeliest tokens and the rest as one."""
     ours = log_distribution(model, g, i)
     with torch.no_grad():
-        theirs = log_distribution(teacher, g, i)
+        theirs = log_distribution(teacher, seen, i)
     top = ours.topk(min(k, ours.shape[1])).indices
     told = torch.zeros_like(ours, dtype=torch.bool).scatter(1, top, True)
     kl = (ours.exp() * (ours - theirs)).where(told, 0.0).sum(1)
@@ -508,7 +537,8 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
     if teacher is not None:
         weight, reward_weight, top_k = layout.teacher
         with torch.no_grad():
-            taught = transformers_logprobs(teacher, g, i, 0.7)
+            seen = told(g) if layout.privileged else g
+            taught = transformers_logprobs(teacher, seen, i, 0.7)
         adv = reward_weight * adv - (0.0 if top_k else weight) * (train - taught)
     parts = sequences_of(layout, g.trajectories[i])
     old = rollout if layout.old_logprobs == "false" or layout.old_policy == "sampler" else train

@@ -95,7 +95,11 @@ def train(layout: Layout, kind: str):
     if layout.teacher is not None:
         weight, reward_weight, top_k = layout.teacher
         algorithm.distillation = DistillationConfig(
-            "a folder", weight=weight, top_k=top_k, reward_weight=reward_weight
+            "a folder",
+            privileged_template="{answer}" if layout.privileged else None,
+            weight=weight,
+            top_k=top_k,
+            reward_weight=reward_weight,
         )
 
         def load_teacher(seed: int, dtype: torch.dtype):

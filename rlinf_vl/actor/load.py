@@ -10,6 +10,7 @@ from rlinf_vl.actor.trainer import TeacherSource, Trainer
 from rlinf_vl.algorithms.losses import takes_six_arguments
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.algorithm import LOSSES
+from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
@@ -44,6 +45,9 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
     )
     distillation, teachers = config.algorithm.distillation, list[TeacherSource]()
     for path, labels in distillation.labels_by_path.items():
+        if path == SELF:
+            teachers.append(TeacherSource(load_policy, collate_policy, labels))
+            continue
         load_teacher, collate_teacher, teacher_processor = _model(config, path, "auto")
         _check_teacher(f"{distillation.key_of(path)}: {path}", processor, teacher_processor)
         teachers.append(TeacherSource(load_teacher, collate_teacher, labels))

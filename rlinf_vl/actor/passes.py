@@ -16,6 +16,7 @@ import torch
 
 from rlinf_vl.actor.batch_types import Advantages, RankMiniBatch
 from rlinf_vl.actor.batches import BatchMaker
+from rlinf_vl.actor.privileged import as_teacher_sees
 from rlinf_vl.actor.terms import Passes
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.data.corruption import Corruption
@@ -196,8 +197,13 @@ class AuxiliaryForwards:
             corrupted_inputs = repeat(None)
         else:
             corrupted_inputs = self._corrupted_batches(mini, groups, advantages)
+        taught_groups = groups
+        if self.algorithm.distillation.privileged_template is not None and self.teachers:
+            image_id = batches.collate.image_tokens.id
+            trained = {item.group for items in mini.micro_batches for item in items}
+            taught_groups = {n: as_teacher_sees(groups[n], image_id) for n in trained}
         teacher_inputs = [
-            self._inputs_of(teacher, mini, groups, advantages) for teacher in self.teachers
+            self._inputs_of(teacher, mini, taught_groups, advantages) for teacher in self.teachers
         ]
         policy_inputs = batches(mini, groups, advantages)
         # Not strict: an input that no forward needs is None without end.

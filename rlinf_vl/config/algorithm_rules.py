@@ -7,6 +7,7 @@ from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.presets import CLIPS
 from rlinf_vl.config.schema import AlgorithmConfig, Config
 from rlinf_vl.config.schema.algorithm import RejectionConfig
+from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.user_code import is_code
 
 
@@ -176,12 +177,18 @@ def _distillation(config: Config) -> Iterator[str]:
             "algorithm.distillation.teachers, or leave teacher_key out"
         )
     context_ranks = config.actor.context_parallel_size
-    if distillation.teachers and distillation.top_k and context_ranks > 1:
+    other_rows = "teachers" if distillation.teachers else "privileged_template"
+    if (
+        (distillation.teachers or distillation.privileged_template is not None)
+        and distillation.top_k
+        and context_ranks > 1
+    ):
         yield (
-            f"algorithm.distillation.top_k: {distillation.top_k} with teachers and "
+            f"algorithm.distillation.top_k: {distillation.top_k} with {other_rows} and "
             f"actor.context_parallel_size={context_ranks}: each rank knows the candidates of its "
             "part of a row only; set top_k=0, context_parallel_size=1, or one teacher_path"
         )
+    yield from _privileged(config)
     if not distillation.labels_by_path:
         # A key that was set shows that a teacher was meant.
         for key, default in vars(type(distillation)()).items():
@@ -193,6 +200,50 @@ def _distillation(config: Config) -> Iterator[str]:
                 )
     elif not distillation.weight:
         yield "algorithm.distillation.weight: 0 learns nothing from the teacher; raise it, or set teacher_path=null"
+
+
+def _privileged(config: Config) -> Iterator[str]:
+    """Yield problems of a teacher that sees more than the policy."""
+    distillation = config.algorithm.distillation
+    template = distillation.privileged_template
+    if distillation.teacher_path == SELF and template is None:
+        yield (
+            "algorithm.distillation.teacher_path: self without privileged_template would keep the "
+            "policy at its start; set algorithm.distillation.privileged_template, or use "
+            "algorithm.kl_beta for that"
+        )
+    if template is None:
+        return
+    share = config.algorithm.image_corruption.share
+    for used, setting, remedy in (
+        (
+            config.rollout.max_turns != 1,
+            f"rollout.max_turns={config.rollout.max_turns or 'null'}: later turns have no "
+            "privileged prompt",
+            "set rollout.max_turns=1",
+        ),
+        (
+            config.rollout.has_agents,
+            "agents: they write their own prompts",
+            "play an environment",
+        ),
+        (
+            share > 0,
+            f"algorithm.image_corruption.share={share:g}: the teacher sees one prompt",
+            "set share=0",
+        ),
+        (
+            not config.actor.model.variable_seq_lengths,
+            "actor.model.variable_seq_lengths=false: the teacher's rows are longer than the "
+            "policy's",
+            "set variable_seq_lengths=true",
+        ),
+    ):
+        if used:
+            yield (
+                f"algorithm.distillation.privileged_template: {template!r} with {setting}; "
+                f"{remedy}, or privileged_template=null"
+            )
 
 
 def correction_problems(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_at, family_of
@@ -48,6 +49,7 @@ class Model:
         `path`: of the checkpoint where it isn't the config's own name (the toy's).
         """
         rollout, fsdp = config.rollout.model, config.actor.fsdp_config
+        self._path = path
         self.path = path or rollout.model_path
         self.shape, self.shape_source = model_config(
             self.path, trust_remote_code=rollout.trust_remote_code
@@ -78,7 +80,9 @@ class Model:
         teacher_config = copy.deepcopy(self._config)
         teacher_config.actor.model.is_lora = False
         paths = self._config.algorithm.distillation.labels_by_path
-        return [Model(teacher_config, path).weights for path in paths]
+        return [
+            Model(teacher_config, self._path if path == SELF else path).weights for path in paths
+        ]
 
     @cache  # noqa: B019  # a model or two in a process
     def step(self, tokens: int) -> Trace:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlinf_vl.config import Config
+from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.preflight.checkpoint import checkpoint
 
@@ -15,6 +16,8 @@ def teachers(config: Config) -> Iterator[str]:
     """Yield the problems of each teacher."""
     distillation = config.algorithm.distillation
     for path in distillation.labels_by_path:
+        if path == SELF:  # the policy's own checkpoint is checked as such
+            continue
         yield from _teacher(config, path, distillation.key_of(path))
 
 

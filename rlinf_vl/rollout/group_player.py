@@ -21,6 +21,7 @@ from rlinf_vl.rollout.env_executor import CallTimeout, Semaphore
 from rlinf_vl.rollout.faults import FaultLog, RolloutFault
 from rlinf_vl.rollout.generation_client import GenerationClient
 from rlinf_vl.rollout.loop_bridge import cancel_all
+from rlinf_vl.rollout.privileged import privileged_text, with_text
 from rlinf_vl.rollout.rollout_state import RolloutGroup, RolloutState
 from rlinf_vl.types import ENVIRONMENT_FAULT, Group, Problem, SamplingParams
 
@@ -45,6 +46,7 @@ class EpisodeSettings:
         penalize_faults: whether an episode whose environment failed is trained on with
             `reward_min` (`rollout.faults`). Otherwise, and in groups that are not trained on, it
             is an error.
+        privileged_template: `algorithm.distillation.privileged_template`.
     """
 
     reward_min: float = 0.0
@@ -54,6 +56,7 @@ class EpisodeSettings:
     turn_timeout_s: float = 60.0
     episode_timeout_s: float | None = None
     penalize_faults: bool = False
+    privileged_template: str | None = None
 
     @property
     def call_timeout_s(self) -> float:
@@ -154,6 +157,8 @@ class GroupPlayer(ABC):
         try:
             await asyncio.gather(*plays)
             await self._score(group)
+            if group.trained and self.settings.privileged_template is not None:
+                await asyncio.to_thread(self._add_teacher_prompts, group)
         finally:
             await cancel_all(itertools.chain(plays, first_completions))
         return group.finished(
@@ -162,6 +167,22 @@ class GroupPlayer(ABC):
             logprobs=self.settings.return_logprobs,
             reward_min=self.settings.reward_min,
         )
+
+    def _add_teacher_prompts(self, group: RolloutGroup) -> None:
+        """Render the prompts that the teacher sees: the episodes' own, and the privileged text."""
+        text = privileged_text(group.problem, self.settings.privileged_template or "")
+        prompts: dict[int, tuple[int, ...]] = {}  # by observation, which episodes share
+        for episode in group.episodes:
+            observation = episode.first_observation
+            if observation is None or not episode.turns:
+                continue
+            if id(observation) not in prompts:
+                messages = with_text(observation.messages, text)
+                ids, _ = self.client.renderer.prompt(
+                    messages, observation.images, observation.tools
+                )
+                prompts[id(observation)] = tuple(ids.tolist())
+            episode.teacher_prompt = prompts[id(observation)]
 
     async def _score(self, group: RolloutGroup) -> None:
         """Score the answers that environments have left to the run's reward functions.

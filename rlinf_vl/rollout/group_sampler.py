@@ -161,6 +161,7 @@ class GroupSampler:
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
             penalize_faults=config.rollout.faults == "penalize",
+            privileged_template=config.algorithm.distillation.privileged_template,
         )
         self.player: GroupPlayer = (
             _agent_player(config, client, settings, scorer, first_report)

@@ -73,6 +73,7 @@ class RolloutState:
     answer_to_score: str | None = None
     scores: tuple[float | None, ...] = ()  # the values of the reward functions, if they were asked
     environment_reward: float | None = None  # before the reward functions added to it
+    teacher_prompt: tuple[int, ...] = ()  # see `Trajectory.teacher_prompt`
     fault: str | None = None  # "kind: reason" why it failed
     penalized: bool = False  # whether it failed and is trained on with the least reward
 
@@ -197,6 +198,7 @@ class RolloutState:
                 cuts=self.cuts,
                 penalized=self.fault,
                 base_reward=reward_min,
+                teacher_prompt=self.teacher_prompt,
             )
         if self.fault is not None:
             return Trajectory(
@@ -217,6 +219,7 @@ class RolloutState:
             ungraded=self.ungraded,
             scores=self.scores,
             base_reward=base_reward,
+            teacher_prompt=self.teacher_prompt,
         )
 
 

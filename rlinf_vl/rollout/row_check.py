@@ -16,6 +16,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.rollout.privileged import privileged_text
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.request_builder import RequestBuilder
 from rlinf_vl.types import Problem, Request
@@ -158,6 +159,9 @@ class RowCheck:
                 raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
             if self.for_training:
                 _check_teacher(problem, self.config.algorithm.distillation)
+                privileged_text(
+                    problem, self.config.algorithm.distillation.privileged_template or ""
+                )
             if self.builder is None:
                 see(row, problem, None)
                 return 0

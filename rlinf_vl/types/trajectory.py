@@ -168,6 +168,9 @@ class Trajectory:
     #: `reward` without what the scores add to it: what the environment paid, and reward_min_val
     #: where there are scores.
     base_reward: float = 0.0
+    #: The ids of the prompt that the teacher sees in place of the policy's, with the same images;
+    #: () if it sees the policy's.
+    teacher_prompt: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for turn in self.turns:

@@ -83,7 +83,7 @@ def references():
                  layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
                  layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
                  layout.balance, str(layout.sizes), layout.adv, layout.placement, layout.papo, layout.teacher,
-                 layout.labelled, kind)  # fmt: skip
+                 layout.labelled, layout.privileged, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -218,6 +218,7 @@ PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
     "teacher, split",
     "teacher's top 5",
     "two teachers, split",
+    "a teacher that sees more, split",
     "everything at once",
     "corrupted images, by sequence",
 )
@@ -260,6 +261,21 @@ PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
             replace(BASE, teacher=TEACHER, labelled=True, ranks=2, context=2),
             "mixed",
             id="two teachers, each row on 2 ranks",
+        ),
+        pytest.param(
+            replace(BASE, teacher=TEACHER, privileged=True, ranks=2, budget=80, minibatches=2),
+            "mixed",
+            id="a teacher that sees more, split",
+        ),
+        pytest.param(
+            replace(BASE, teacher=TEACHER, privileged=True, ranks=2, context=2, share=False),
+            "errors",
+            id="a teacher that sees more, each row on 2 ranks",
+        ),
+        pytest.param(
+            replace(BASE, teacher=(1.0, 0.5, 5), privileged=True, labelled=True, budget=80),
+            "mixed",
+            id="two teachers that see more, top 5",
         ),
         pytest.param(
             replace(BASE, teacher=(1.0, 0.5, 5), labelled=True, size=2, train_tower=False),

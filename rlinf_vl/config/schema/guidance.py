@@ -8,6 +8,8 @@ from rlinf_vl.config.schema.limits import NOT_NEGATIVE, POSITIVE, SHARE, key
 
 #: The corruptions of images in `rlinf_vl.data.corruption`.
 CORRUPTIONS = ("noise", "mask")
+#: The value of `teacher_path` for a frozen copy of the policy, as it is at the run's start.
+SELF = "self"
 
 
 @dataclass
@@ -47,7 +49,11 @@ class PapoConfig:
 class DistillationConfig:
     teacher_path: str | None = None
     """A checkpoint with the policy's tokenizer and images, whose distribution the policy learns on
-    its own answers; null is off."""
+    its own answers. self: a frozen copy of the policy at the run's start, which sees
+    privileged_template (OPSD). null is off."""
+    privileged_template: str | None = None
+    """A text that the teacher alone sees, at the end of the prompt. {answer} and the names of
+    columns in braces stand for the row's values. null: it sees the policy's prompt."""
     teachers: dict[str, str] = field(default_factory=dict)
     """Several teachers, in place of teacher_path: a mapping from a row's label to the checkpoint
     that teaches this row, such as {charts: path/a, geometry: path/b}."""

@@ -135,6 +135,10 @@ def test_a_teacher_has_weights_and_image_features_of_its_own(model):
     )
     taught = ledger(config, CLUSTERS[1]).gpus[0].phases["train"]
     alone = made(model, on=CLUSTERS[1]).gpus[0].phases["train"]
+    hint = "algorithm.distillation.privileged_template='{answer}'"
+    own = ["algorithm.distillation.teacher_path=self", hint, "rollout.max_turns=1"]
+    self_taught = ledger(parse_config(FLAGSHIP, own), CLUSTERS[1]).gpus[0].phases["train"]
+    assert self_taught == taught, "the policy is such a model, too"
     two = parse_config(
         FLAGSHIP,
         [

@@ -66,6 +66,26 @@ def test_another_tokenizer_is_told_with_the_token(toy_folder, other):
 TWO = "algorithm.distillation={teachers: {red: ONE, blue: OTHER}, teacher_key: colour}"
 
 
+HINT = "algorithm.distillation.privileged_template='the answer is {answer}'"
+
+
+def test_the_policy_may_be_its_own_teacher(toy_folder, tmp_path):
+    """Its checkpoint is checked as the policy's; a row must have what the template names."""
+    keys = (f"rollout.model.model_path={toy_folder}", "rollout.max_turns=1")
+    config = config_of("self", *keys, HINT)
+    assert list(teachers(config)) == []
+    lines = [{"hint": "x"}, {"hint": ""}, {}]
+    text = [json.dumps({"problem": "1 + 1?", "answer": "2"} | line) for line in lines]
+    (tmp_path / "rows.jsonl").write_text("\n".join(text))
+    paths = f"data.train_data_paths=[{tmp_path}/rows.jsonl]"
+    config = config_of("self", *keys, HINT.replace("answer}", "hint}"), paths, "data.image_keys=[]")
+    dataset = open_datasets(config.data, ENVIRONMENTS)["train"]
+    result = RowCheck(config, None, env_maker_of(config)).filter(dataset, range(3), lambda *_: None)
+    assert list(result.kept) == [0]
+    assert "privileged_template: {hint} has no value" in result.bad[1].reason
+    assert "which has hint, answer" in result.bad[1].reason
+
+
 def two_teachers(one, other, *overrides):
     keys = TWO.replace("ONE", str(one)).replace("OTHER", str(other))
     return load_config("toy-grpo-cpu", [keys, *overrides])
@@ -124,6 +144,22 @@ def test_a_row_without_a_teacher_is_refused_before_the_run(toy_folder, tmp_path)
         (["algorithm.distillation.teachers={red: x}"], "without teacher_key"),
         (["algorithm.distillation.teacher_key=colour"], "teacher_key: colour without teachers"),
         ([TWO, f"{KEY}=x"], "a row has one teacher"),
+        ([f"{KEY}=self", "rollout.max_turns=1"], "self without privileged_template"),
+        ([HINT], "privileged_template: the answer is .* without a teacher"),
+        ([HINT, f"{KEY}=self"], "rollout.max_turns=null: later turns .*; set rollout.max_turns=1"),
+        (
+            [HINT, f"{KEY}=self", "rollout.max_turns=1", "algorithm.image_corruption.share=0.5"],
+            "algorithm.image_corruption.share=0.5: the teacher sees one prompt",
+        ),
+        (
+            [HINT, f"{KEY}=x", "rollout.max_turns=1", "actor.model.variable_seq_lengths=false"],
+            "the teacher's rows are longer than the policy's",
+        ),
+        (
+            [HINT, f"{KEY}=self", "rollout.max_turns=1", "algorithm.distillation.top_k=2"]
+            + ["actor.context_parallel_size=2"],
+            "top_k: 2 with privileged_template",
+        ),
         ([TWO, "algorithm.distillation.weight=0"], "learns nothing from the teacher"),
         (
             [TWO, "algorithm.distillation.top_k=3", "actor.context_parallel_size=2"],

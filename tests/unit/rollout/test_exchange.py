@@ -51,6 +51,7 @@ def group(
                 {"moves": i},
                 scores=(1.0, None),
                 base_reward=0.25,
+                teacher_prompt=(5, 6, 7),
             )
         )
     return Group("g", "p", prompt if lengths else 0, tuple(trajectories), "42")

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import pickle
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from episodes import encoded, make_player, message_of, picture
 from scripted_engine import Scripted
 from summaries import changed, values
 
+from rlinf_vl.actor.privileged import as_teacher_sees
 from rlinf_vl.controller.step_plan import trainable
 from rlinf_vl.data.bad_rows import BadRows, NoVerdicts, TooManyFaults, check_faults, no_verdicts
 from rlinf_vl.data.corruption import Corruption
@@ -26,6 +29,7 @@ from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import GradingTimeout
 from rlinf_vl.rewards.scoring import Score
+from rlinf_vl.rollout.privileged import privileged_text
 from rlinf_vl.rollout.rollout_state import RolloutState
 from rlinf_vl.types import GroupSummary, Problem, Request, Sample, SamplingParams
 
@@ -152,6 +156,45 @@ def test_a_single_turn_is_the_prompt_and_the_answer(processor, env_class):
         assert sequence.loss_mask.nonzero()[0].tolist() == list(range(n, turn.end))
         assert sequence.logprobs[n:].tolist() == [-k - i for k in range(1, turn.end - n + 1)]
     assert [env.calls for env in env_class.made] == [["start", "\\boxed{18}", "close"]] * 3
+
+
+def test_a_teacher_gets_the_prompt_with_what_only_it_may_see(processor, env_class):
+    problem = replace(PROBLEM, columns={"step": "3 + 4", "n": 2})
+    template = "Hint {n}: {step} in {answer} \\boxed{}"
+    players = [
+        player_of(processor, Scripted(processor), env_class, privileged_template=text)
+        for text in (None, template)
+    ]
+    (plain, _), (group, summary) = (play(player, 2, problem) for player in players)
+    hint = "\nHint 2: 3 + 4 in 18 \\boxed{}"
+    for without, trajectory in zip(plain.trajectories, group.trajectories, strict=True):
+        (sequence,), (turn,) = trajectory.sequences, trajectory.turns
+        assert without.teacher_prompt == () and np.array_equal(
+            without.sequences[0].ids, sequence.ids
+        )
+        prompt, teacher_prompt = sequence.ids[: turn.start], np.array(trajectory.teacher_prompt)
+        text, teacher_text = map(processor.tokenizer.decode, (prompt, teacher_prompt))
+        begin, end = os.path.commonprefix([text, teacher_text]), hint
+        assert teacher_text == begin + end + text[len(begin) :], "nothing else differs"
+        image = processor.image_token_id
+        assert (prompt == image).sum() == (teacher_prompt == image).sum() > 0
+
+    taught = as_teacher_sees(group, processor.image_token_id)
+    assert taught.prefix_length == len(group.trajectories[0].teacher_prompt)
+    for ours, theirs in zip(group.trajectories, taught.trajectories, strict=True):
+        (a,), (b,) = ours.sequences, theirs.sequences
+        assert np.array_equal(a.ids[a.loss_mask], b.ids[b.loss_mask]) and a.images == b.images
+        assert np.array_equal(a.logprobs[a.loss_mask], b.logprobs[b.loss_mask])
+        assert theirs.turn_tokens == ours.turn_tokens
+
+
+def test_a_privileged_text_needs_the_values_that_it_names():
+    assert privileged_text(PROBLEM, "The answer is {answer}.") == "The answer is 18."
+    assert privileged_text(replace(PROBLEM, answer="{n}"), "{answer} {}") == "{n} {}"
+    with pytest.raises(RowError, match=r"\{steps\} has no value in this row, which has answer"):
+        privileged_text(PROBLEM, "{answer} {steps}")
+    with pytest.raises(RowError, match=r"\{n\} has no value"):
+        privileged_text(replace(PROBLEM, columns={"n": ""}), "{n}")
 
 
 def test_a_turn_goes_on_behind_the_answer_as_it_was_sampled_with_all_images_so_far(

@@ -1,0 +1,44 @@
+"""Groups as a teacher with a prompt of its own sees them: that prompt, and the same answers."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from rlinf_vl.types import Group, TokenSequence, Trajectory
+
+
+def as_teacher_sees(group: Group, image_token_id: int) -> Group:
+    """Return the group with each trajectory's `teacher_prompt` in place of its prompt.
+
+    The sampled tokens and the images are the same, in the same order. Columns that the engine
+    reported are left out: they are about the policy's prompt.
+    """
+    trajectories = tuple(
+        _with_prompt(trajectory) if trajectory.sequences else trajectory
+        for trajectory in group.trajectories
+    )
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    lengths = [len(trajectory.teacher_prompt) for trajectory in trajectories if trajectory.turns]
+    for sequence in sequences[1:]:
+        lengths.append(sequences[0].shared_length(sequence, image_token_id))
+    return replace(group, trajectories=trajectories, prefix_length=min(lengths, default=0))
+
+
+def _with_prompt(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory of one turn with the teacher's prompt."""
+    assert trajectory.teacher_prompt, "the rollout worker rendered no prompt for the teacher"
+    (sequence,), (turn,) = trajectory.sequences, trajectory.turns
+    prompt, answer = np.array(trajectory.teacher_prompt, np.int32), slice(turn.start, None)
+    n = len(prompt)
+    logprobs = sequence.logprobs
+    if logprobs is not None:
+        logprobs = np.concatenate([np.zeros(n, np.float32), logprobs[answer]])
+    taught = TokenSequence(
+        ids=np.concatenate([prompt, sequence.ids[answer]]),
+        loss_mask=np.concatenate([np.zeros(n, bool), sequence.loss_mask[answer]]),
+        logprobs=logprobs,
+        versions=np.concatenate([np.full(n, -1, np.int32), sequence.versions[answer]]),
+        images=sequence.images,
+    )
+    taught_turn = replace(turn, start=n, end=n + turn.end - turn.start)
+    return replace(trajectory, sequences=(taught,), turns=(taught_turn,))
