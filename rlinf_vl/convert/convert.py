@@ -471,6 +471,13 @@ def _fit(conversion: Conversion) -> None:
             value("reward.reward_max_val") - 1.0,
             "a right answer has to pay more",
         )
+    per_reward = value("algorithm.reward_normalization") == "per_reward"
+    if per_reward and value("algorithm.normalize_advantages") is False:
+        change(
+            "algorithm.normalize_advantages",
+            True,
+            "TRL's normalize_then_sum divides by deviations whatever scale_rewards says",
+        )
     if value("algorithm.kl_placement") == "reward" and value("algorithm.overlong.filter"):
         change(
             "algorithm.overlong.filter", False, "true there: what is left out of the loss has no KL"

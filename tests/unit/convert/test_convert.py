@@ -174,6 +174,13 @@ def test_a_converted_accuracy_reward_says_that_only_boxed_answers_are_paid(tmp_p
     assert "boxed" not in render(made, "train.py")
 
 
+def test_rewards_that_trl_normalizes_one_by_one_are_so_here(tmp_path):
+    gdpo = 'scale_rewards=False, multi_objective_aggregation="normalize_then_sum"'
+    made = made_of(tmp_path, TRL.replace("scale_rewards=False", gdpo), "train.py")
+    assert made.written["algorithm.reward_normalization"] == "per_reward"
+    assert accepted(tmp_path, made) == [], "its scale_rewards does not count then"
+
+
 def test_every_key_has_an_outcome_and_is_named_in_what_is_written(tmp_path):
     made = made_of(
         tmp_path,
