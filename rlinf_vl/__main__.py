@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from rlinf_vl import entry
 from rlinf_vl.cli.parser import parse
 from rlinf_vl.config import load_config
+from rlinf_vl.config.imitation import imitation_config, sampled_problems
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.progress import setup_logging
 from rlinf_vl.observe.spans import write_timeline
@@ -42,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Both signals unwind, so that nothing is left running.
     stop_request.install()
     try:
-        if arguments.verb in ("train", "eval"):
-            return (_train if arguments.verb == "train" else _evaluate)(arguments, stop_request)
+        if arguments.verb in ("train", "sft"):
+            return _train(arguments, stop_request)
+        if arguments.verb == "eval":
+            return _evaluate(arguments, stop_request)
         return _run_verb(arguments)
     # An OSError names the file that can't be read or written: it needs no traceback.
     except (*user_errors, RunError, OSError) as error:
@@ -61,7 +64,11 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
 
     # A check may run where the packages of the training are not installed.
     rules = [] if arguments.check else [packages_missing]
-    config = load_config(arguments.config, arguments.overrides, [*rules, *RULES])
+    if arguments.verb == "sft":
+        config = imitation_config(arguments.config, arguments.overrides, [*rules, *RULES])
+    else:
+        rules = [sampled_problems, *rules, *RULES]
+        config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
         # A Python without torch is not the one that will train: there is nothing to rehearse.
         if importlib.util.find_spec("torch") is not None:
@@ -104,8 +111,8 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
 
 
 def _run_verb(arguments: argparse.Namespace) -> int:
-    """Run a verb other than `train` and `eval`. Each imports its own modules, so that it starts
-    fast."""
+    """Run a verb other than `train`, `sft` and `eval`. Each imports its own modules, so that it
+    starts fast."""
     match arguments.verb:
         case "config":
             from rlinf_vl.cli.keys import describe

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rlinf_vl.entry
+from rlinf_vl.config.imitation import sampled_problems
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
@@ -108,7 +109,7 @@ def train(
         run_config.data.image_root = run_config.data.image_root or os.getcwd()
     for split, dataset in passed_rows.items():
         data_paths[split][:] = [_write_rows(dataset, run_config, split)]
-    validate_config(run_config, (packages_missing, *RULES))
+    validate_config(run_config, (sampled_problems, packages_missing, *RULES))
     stop = StopRequest()
     with stop.installed(), shown_log():
         stopped_by = rlinf_vl.entry.launch_training(run_config, stop, keep_ray=True)

@@ -37,6 +37,9 @@ from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 log = logging.getLogger("rlinf_vl")
 
+#: Metrics of the last step that a run's last words have.
+LAST_FIGURES = ("reward/mean", "val/loss", "val/accuracy")
+
 
 def launch_training(
     config: Config, stop_request: StopRequest, keep_ray: bool = False
@@ -89,11 +92,17 @@ def rehearse(config: Config) -> str:
     Raises:
         ConfigError: the run would have failed, for the same reason.
     """
-    from rlinf_vl.rollout.rehearsal import rehearse  # imports torch and transformers: seconds
-
     start = time.perf_counter()
-    rehearsal = rehearse(config, prepare_toys(config))
-    return f"{rehearsal.line} ({time.perf_counter() - start:.0f} s)"
+    # These imports take seconds: of torch and transformers.
+    if config.data.messages_key is not None:
+        from rlinf_vl.rollout.demonstrations import try_rows
+
+        line = try_rows(config, prepare_toys(config))
+    else:
+        from rlinf_vl.rollout.rehearsal import rehearse
+
+        line = rehearse(config, prepare_toys(config)).line
+    return f"{line} ({time.perf_counter() - start:.0f} s)"
 
 
 def launch_evaluation(
@@ -211,9 +220,7 @@ def _run(
     log.info("%.0f s from the start of its processes to their end", time.monotonic() - start)
     log.info(
         "done: %s",
-        ", ".join(
-            f"{k} {v:.4g}" for k, v in metrics.items() if k in ("reward/mean", "val/accuracy")
-        ),
+        ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k in LAST_FIGURES),
     )
     log.info("the run is in %s", run_dir)
     return stopped_by
@@ -225,13 +232,20 @@ def _backend(
 ) -> Iterator[tuple[Callable[..., dict[str, float]], RunProgress]]:
     """Start Ray, unless the run is a local one; yields the function that runs, and the progress
     display."""
+    imitates = config.data.messages_key is not None
     if config.cluster.backend == "local":
-        from rlinf_vl.local.supervise import supervise as local_supervise
+        if imitates:
+            from rlinf_vl.local.supervise_sft import supervise as local_supervise
+        else:
+            from rlinf_vl.local.supervise import supervise as local_supervise
 
         with _recorded(run_dir) as progress:
             yield partial(local_supervise, config, model_path), progress
         return
-    from rlinf_vl.controller.supervise import supervise
+    if imitates:
+        from rlinf_vl.controller.supervise_sft import supervise
+    else:
+        from rlinf_vl.controller.supervise import supervise
     from rlinf_vl.preflight.gpu_share import settle_gpu_share
 
     with _machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation):

@@ -200,6 +200,15 @@ class ActorGroup:
         shares = zip(self.ranks, self._shares, strict=True)
         return sum(self.wait([rank.score.remote(minibatch[share]) for rank, share in shares]), [])
 
+    def total_loss(self, minibatch: Sequence[RankMiniBatch]) -> tuple[float, int]:
+        """Return Σ -logprob and the number of tokens of the trajectories in `minibatch[share]`.
+
+        Their groups are fetched already; see `Trainer.total_loss`.
+        """
+        shares = zip(self.ranks, self._shares, strict=True)
+        totals = self.wait([rank.total_loss.remote(minibatch[share]) for rank, share in shares])
+        return sum(total for total, _ in totals), sum(n for _, n in totals)
+
     def release_memory(self, parts: Sequence[str]) -> None:
         """Let every rank move these parts to host memory, and free its device's cached memory.
 

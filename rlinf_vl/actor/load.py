@@ -88,6 +88,10 @@ def _model(config: Config, path: str, model_type: str):
         # No engine samples these, so they have no probability in training either.
         banned = processor.banned_ids(vocab_size(model))
         temperature = config.algorithm.sampling_params.temperature
+        if config.data.messages_key is not None:
+            # What is imitated was not sampled: the loss is that of the plain softmax.
+            banned[:] = False
+            temperature = 1.0
         return PolicyModel(
             model, family, banned, temperature=temperature, chunk=actor.logprob_chunk_tokens
         )

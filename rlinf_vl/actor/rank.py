@@ -121,6 +121,11 @@ class Rank:
     def score(self, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
         return self.trainer.score(self.groups, mini)
 
+    def total_loss(self, mini: RankMiniBatch) -> tuple[float, int]:
+        total = self.trainer.total_loss(self.groups, mini)
+        self.groups = {}
+        return total
+
     def stop(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():

@@ -467,6 +467,19 @@ class Trainer:
         reshard_all(self.policy)
         return scores if self.mesh.reports else []
 
+    @torch.no_grad()
+    def total_loss(self, groups: Groups, mini: RankMiniBatch) -> tuple[float, int]:
+        """Return Σ -logprob, in nats, over this rank's tokens that carry loss, and their number."""
+        self.batches.prepare(groups.values())
+        self.policy.eval()
+        total, n_tokens = 0.0, 0
+        for batch, features in self.batches(mini, groups, _no_advantages(groups)):
+            total -= float(self.policy(batch, features)[0].double().sum())
+            n_tokens += len(batch.targets) if batch.part is None else len(batch.trajectories)
+        self.policy.train()
+        reshard_all(self.policy)
+        return (total, n_tokens) if self.mesh.reports else (0.0, 0)
+
     def weights(
         self, dtype: torch.dtype, device: str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -111,6 +111,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="don't train, only check config, data, model and folders",
     )
 
+    argument = verb(
+        "sft", "imitate conversations with pictures: supervised training, with a train config"
+    )
+    _config_and_overrides(argument)
+    argument(
+        "--check",
+        action="store_true",
+        help="don't train, only check config, data, model and folders",
+    )
+
     # Python that comes with a checkpoint is executed with consent only.
     trust_help = "run the Python that the checkpoint's run brings along in its config.yaml"
     argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")

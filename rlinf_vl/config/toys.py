@@ -32,6 +32,12 @@ TOYS = {
         ("id", "problem", "pages", "answer"),
         {"train": 4096, "val": 192},
     ),
+    # What the warm start of `toy` imitates, and its model before that.
+    "toy-sft": ToyEntry(
+        "rlinf_vl.toy.demonstrations:TOY",
+        ("id", "messages", "problem", "images", "answer"),
+        {"train": 8960, "val": 152},
+    ),
     # The data of `toy` with models of other families.
     "toy-qwen3_5": ToyEntry(
         "rlinf_vl.toy.drawings:QWEN3_5", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_5"

@@ -103,8 +103,8 @@ def check_rows(
     result = pool.filter_rows(
         split, range(n), partial(progress.phase, f"checking rows of {split}", total=n)
     )
-    longest = config.data.max_prompt_length
-    log.info("%s: %d rows, %s, %d bad", split, n, _overlong(result, longest), len(result.bad))
+    overlong = _overlong(result, bound_of_rows(config))
+    log.info("%s: %d rows, %s, %d bad", split, n, overlong, len(result.bad))
     if result.text_only:
         row_ids = ", ".join(list(result.text_only.values())[:SHOWN_ROWS])
         log.info(
@@ -124,9 +124,8 @@ def check_rows(
         )
     if result.too_long and config.data.overlong == "error":
         raise ConfigError(
-            f"data.overlong: error, and in data.{split}_data_paths {_overlong(result, longest)}; "
-            "raise data.max_prompt_length (and runner.seq_length), or set data.overlong to drop "
-            "or cut"
+            f"data.overlong: error, and in data.{split}_data_paths {overlong}; "
+            f"{_remedy(config, 'data.overlong to drop or cut', 'data.overlong=drop')}"
         )
     if result.bad:
         bad_rows.add(split, result.bad.values())
@@ -140,12 +139,30 @@ def check_rows(
     return result
 
 
-def _overlong(result: FilterResult, longest: int) -> str:
-    """Describe the prompts that are too long: their number, whether they were cut, and the first
+def bound_of_rows(config: Config) -> str:
+    """Return the bound of a row's tokens, as key=value: that of prompts, or of conversations to
+    imitate."""
+    if config.data.messages_key is not None:
+        return f"runner.seq_length={config.runner.seq_length}"
+    return f"data.max_prompt_length={config.data.max_prompt_length}"
+
+
+def _remedy(config: Config, setting: str, setting_of_conversations: str) -> str:
+    """Return what to do about rows that are too long."""
+    if config.data.messages_key is not None:
+        return (
+            "raise runner.seq_length (and runner.max_tokens_per_mbs), or set "
+            f"{setting_of_conversations}"
+        )
+    return f"raise data.max_prompt_length (and runner.seq_length), or set {setting}"
+
+
+def _overlong(result: FilterResult, bound: str) -> str:
+    """Describe the rows that are too long: their number, whether they were cut, and the first
     ones."""
     tokens = result.too_long | {row: n for row, (n, _) in result.cut.items()}
     if not tokens:
-        return f"none longer than data.max_prompt_length={longest}"
+        return f"none longer than {bound}"
     first = ", ".join(f"row {row} has {tokens[row]} tokens" for row in sorted(tokens)[:SHOWN_ROWS])
     n_without_images = sum(bool(images) for _, images in result.cut.values())
     cut = (
@@ -154,17 +171,19 @@ def _overlong(result: FilterResult, longest: int) -> str:
         else ""
     )
     remainder = f", and {len(tokens) - SHOWN_ROWS} more" if len(tokens) > SHOWN_ROWS else ""
-    return f"{len(tokens)} longer than data.max_prompt_length={longest}{cut} ({first}{remainder})"
+    return f"{len(tokens)} longer than {bound}{cut} ({first}{remainder})"
 
 
 def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file: str) -> str:
     reasons = [f"{len(result.bad)} are bad (see {bad_file})"] if result.bad else []
     if result.too_long:
         tokens = sorted(result.too_long.values())
+        subject, remedy = "prompts", ", and runner.seq_length, or set data.overlong=cut"
+        if config.data.messages_key is not None:
+            subject, remedy = "conversations", ""
         reasons.append(
-            f"{len(tokens)} have prompts of {tokens[0]} to {tokens[-1]} tokens, above "
-            f"data.max_prompt_length={config.data.max_prompt_length}: raise that, and "
-            "runner.seq_length, or set data.overlong=cut"
+            f"{len(tokens)} have {subject} of {tokens[0]} to {tokens[-1]} tokens, above "
+            f"{bound_of_rows(config)}: raise that{remedy}"
         )
     if result.text_only:
         reasons.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")

@@ -15,7 +15,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import Rollout, count_bad_rows, estimator_of, rollout
 from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.mismatch import MismatchGuard
-from rlinf_vl.controller.protocols import Learner, Pool, WeightSyncer
+from rlinf_vl.controller.protocols import GroupStores, Learner, Pool, WeightSyncer
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.saver import Saver
 from rlinf_vl.controller.scheduler import RolloutScheduler
@@ -182,7 +182,7 @@ def interrupted(
     state: RunState,
     total: int,
     saver: Saver,
-    pool: Pool,
+    pool: GroupStores,
     log: RunLog,
     start: Folder | None,
 ) -> None:

@@ -10,7 +10,13 @@ from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.types import GroupSummary, Prices, Reference
 
 
-class Pool(Protocol):
+class GroupStores(Protocol):
+    """The stores of groups that are not released yet: a `Pool`, or the readers of `sft`."""
+
+    def release(self, summaries: Sequence[GroupSummary]) -> None: ...
+
+
+class Pool(GroupStores, Protocol):
     """The rollout workers: `RolloutPool`."""
 
     @property
@@ -22,7 +28,6 @@ class Pool(Protocol):
     def submit(
         self, tasks: Sequence[Task], events: SimpleQueue[Event] | None = None
     ) -> Submission: ...
-    def release(self, summaries: Sequence[GroupSummary]) -> None: ...
     def acknowledge(self, group_ids: Collection[str]) -> None: ...
     def cancel(self, group_ids: Collection[str]) -> None: ...
     def release_tags(self) -> Sequence[str]: ...

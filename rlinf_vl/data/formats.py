@@ -75,6 +75,8 @@ class RowFormat:
     format: str = AUTO
     prompt_key: str = "problem"
     answer_key: str = "answer"
+    messages_key: str | None = None  # set: rows are conversations to imitate
+    turn_mask_key: str | None = None
     image_keys: Sequence[str] = ("images",)
     image_root: str | None = None  # image paths may not leave this folder; None: the dataset's
     system_prompt: str | None = None  # replaces the row's system prompt and its images
@@ -104,6 +106,10 @@ class RowFormat:
             self.prompt_key: "data.prompt_key",
             self.answer_key.partition(".")[0]: "data.answer_key",
         }
+        if self.messages_key is not None:
+            column_keys[self.messages_key] = "data.messages_key"
+        if self.turn_mask_key is not None:
+            column_keys[self.turn_mask_key] = "data.turn_mask_key"
         column_keys |= dict.fromkeys(self.image_keys, "data.image_keys")
         return {
             column: key
@@ -118,6 +124,8 @@ class RowFormat:
         columns, and is "rlinf" if they match no format.
         """
         available, default = set(columns), RowFormat()
+        if self.messages_key is not None:
+            return self._for_conversations(available)
         name = self.format
         if name == AUTO:
             name = next((name for name, columns in RECOGNISED if columns <= available), "rlinf")
@@ -139,6 +147,19 @@ class RowFormat:
             image = first(form.images)
             column_keys["image_keys"] = (image,) if image else ()
         return replace(self, format=name, **column_keys)
+
+    def _for_conversations(self, available: Collection[str]) -> Self:
+        """Return the format for a source of conversations: their column stands where the prompt's
+        does, and they need neither a reference answer nor a column of images."""
+        images = self.image_keys
+        if tuple(images) == RowFormat().image_keys:
+            images = next(((name,) for name in _IMAGES if name in available), ())
+        return replace(
+            self,
+            prompt_key=self.messages_key,
+            answer_key=self.answer_key if self.answer_key in available else "",
+            image_keys=images,
+        )
 
     def missing_column(self, columns: Iterable[str], source: str) -> str | None:
         """Return an error message for the first column missing in `columns`, with similar names.

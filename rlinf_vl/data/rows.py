@@ -3,6 +3,7 @@ them is kept verbatim."""
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,8 @@ def row_to_problem(
     ]
     try:
         messages = _messages(row[form.prompt_key] if form.prompt_key else "", form)
+        if form.messages_key is not None:
+            _set_weights(messages, row[form.turn_mask_key] if form.turn_mask_key else None, form)
     except ValueError as e:
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
     if form.prompt_variants:
@@ -110,7 +113,7 @@ def row_to_problem(
     answer = _answer(row, row_id, form)
     # Reward functions and environments get the other columns; an answer of another name is one of
     # them.
-    used = {form.prompt_key, *form.image_keys, "env_class"} | (
+    used = {form.prompt_key, *form.image_keys, "env_class", form.turn_mask_key} | (
         {"answer"} if form.answer_key == "answer" else set()
     )
     columns = {name: _plain(value) for name, value in row.items() if name not in used}
@@ -248,6 +251,7 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
         raise ValueError(
             f"column {key!r} holds {_shown(prompt)}: expected a text or a list of chat messages"
         )
+    imitates = form.messages_key is not None
     messages: list[Message] = []
     for message in prompt:
         if (
@@ -277,7 +281,13 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
                     f"column {key!r}: content part {_shown(part)} is neither text nor an image"
                 )
         messages.append({"role": message["role"], "content": parts})
-    if messages[-1]["role"] != "user":
+        if imitates and message["role"] == "assistant":
+            messages[-1]["weight"] = message.get("weight")
+    if imitates and messages[-1]["role"] != "assistant":
+        raise ValueError(
+            f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'assistant'"
+        )
+    if not imitates and messages[-1]["role"] != "user":
         raise ValueError(
             f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'"
         )
@@ -287,6 +297,36 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
     if not any(part["type"] == "image_url" or part["text"].strip() for part in user_parts):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
     return messages
+
+
+def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> None:
+    """Set the `weight` of each of the assistant's messages, in place: 1 if it is imitated, else 0.
+
+    `mask`: the row's value in the column data.turn_mask_key; None without that column.
+
+    Raises:
+        ValueError: a weight is neither 0 nor 1, all are 0, the mask has another length, or an
+            answer shows an image or says nothing.
+    """
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if form.turn_mask_key is not None and (not isinstance(mask, list) or len(mask) != len(answers)):
+        raise ValueError(
+            f"column {form.turn_mask_key!r} holds {_shown(mask)}: expected a list of "
+            f"{len(answers)}, one for each of the assistant's messages"
+        )
+    weights = mask if form.turn_mask_key else [answer["weight"] for answer in answers]
+    for number, (answer, weight) in enumerate(zip(answers, weights, strict=True), 1):
+        named = f"column {form.prompt_key!r}: message {number} of the assistant"
+        weight = 1 if weight is None else weight
+        if weight not in (0, 1):
+            raise ValueError(f"{named} has the weight {_shown(weight)}: expected 0 or 1")
+        if any(part["type"] == "image_url" for part in answer["content"]):
+            raise ValueError(f"{named} shows an image, which no model here can answer with")
+        if not any(part["text"].strip() for part in answer["content"]):
+            raise ValueError(f"{named} says nothing")
+        answer["weight"] = int(weight)
+    if not any(answer["weight"] for answer in answers):
+        raise ValueError(f"column {form.prompt_key!r}: no message is imitated, all weights are 0")
 
 
 def _add_text(parts: list[dict[str, Any]], text: str) -> None:

@@ -39,6 +39,9 @@ class LocalLearner:
     def score(self, minibatch: Sequence[RankMiniBatch]) -> list[tuple[int, int, float, float]]:
         return self.rank.score(minibatch[0])
 
+    def total_loss(self, minibatch: Sequence[RankMiniBatch]) -> tuple[float, int]:
+        return self.rank.total_loss(minibatch[0])
+
     def reference_kl(self, minibatches: Sequence[Sequence[RankMiniBatch]]) -> TurnKl:
         return self.rank.reference_kl([mini[0] for mini in minibatches])
 

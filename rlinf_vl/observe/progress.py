@@ -36,6 +36,7 @@ class _Figure(NamedTuple):
 _FIGURES = [
     _Figure("reward", "reward/mean", "{:.3f}"),
     _Figure("accuracy", "reward/accuracy", "{:.3f}"),
+    _Figure("val loss", "val/loss", "{:.4f}"),
     _Figure("val", "val/accuracy", "{:.3f}"),
     _Figure("tied", "reward/zero_std_groups", "{:.0f}"),
     _Figure("cut", "rollout/truncated", "{:.0%}"),
@@ -240,8 +241,9 @@ class RunProgress:
         self._step = step
         self._update_status(step=step)
         self._step_ends_s.append(time.monotonic())
-        if "val/accuracy" in metrics:
-            self._validation["val/accuracy"] = metrics["val/accuracy"]
+        for name in ("val/loss", "val/accuracy"):
+            if name in metrics:
+                self._validation[name] = metrics[name]
         figures = self._figures(self._validation | dict(metrics)) | {
             f"! {a.replace('_', ' ')}": "" for a in alarms
         }
@@ -256,6 +258,9 @@ class RunProgress:
     def _figures(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Return the figures of a step by the labels of `_FIGURES`, and the time left."""
         figures: dict[str, str] = {}
+        # Where there is a reward, the loss of a step says little.
+        if "reward/mean" not in metrics and "actor/loss" in metrics:
+            figures["loss"] = f"{float(metrics['actor/loss']):.4f}"
         for figure in _FIGURES:
             if figure.metric in metrics:
                 figures[figure.label] = figure.format.format(float(metrics[figure.metric]))

@@ -118,6 +118,71 @@ class Renderer:
         marked, mark, _ = self._mark(messages, 0, tools)
         return self._expand(self._encode(self._render(*marked), mark), images)
 
+    def conversation(
+        self, messages: Sequence[Message], images: Sequence[ImageRef], imitated: Sequence[int]
+    ) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
+        """Encode a conversation that ends with an answer, as if the answers to imitate had been
+        sampled: each behind the prompt that the policy would have got there, encoded on its own,
+        with the token that ends its turn.
+
+        Args:
+            messages: the assistant's have a text as content.
+            imitated: the indices of the messages to imitate, in order, the last one among them.
+
+        Returns:
+            (ids int32 [T], (start, end) of each of these answers, grids int32 [len(images), 3]).
+
+        Raises:
+            ValueError: as `prompt`; or the template changes an answer (it drops the thoughts of
+                earlier ones, say), renders what comes before it in another way when the
+                conversation goes on, or writes no stop token after it.
+        """
+        (marked, _), text_mark, end_marks = self._mark(messages, len(imitated))
+        rendered = self._render(marked, add_generation_prompt=False)
+        prompts = [self._render(marked[:i]) for i in imitated]
+        contents = [marked[i]["content"] for i in imitated]
+        for i, end_mark in zip(imitated, end_marks, strict=True):
+            marked[i]["content"] += end_mark
+        marked_text = self._render(marked, add_generation_prompt=False)
+        stop_texts = [self.token_text(stop_id) for stop_id in self.processor.stop_ids]
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        position = 0  # in `rendered`, up to where `ids` reach
+        for k, (i, prompt, content) in enumerate(zip(imitated, prompts, contents, strict=True)):
+            own_row = "give the conversation up to there as a row of its own"
+            if not rendered.startswith(prompt) or len(prompt) < position:
+                raise ValueError(
+                    f"the checkpoint's chat template renders what comes before message {i + 1} in "
+                    f"another way once the conversation goes on; {own_row}"
+                )
+            # Without the marks of the answers before this one.
+            end = marked_text.find(end_marks[k]) - k
+            if not rendered[len(prompt) : max(end, 0)].endswith(content):
+                raise ValueError(
+                    f"the checkpoint's chat template changes message {i + 1} (it trims white "
+                    "space, or drops the thoughts of an earlier answer); write it as the template "
+                    f"leaves it, or {own_row}, with weight 0 for the answers before"
+                )
+            stop = next((text for text in stop_texts if rendered.startswith(text, end)), None)
+            if stop is None:
+                raise ValueError(
+                    f"the checkpoint's chat template writes {rendered[end : end + 20]!r} after "
+                    f"message {i + 1}, and none of its stop tokens, {', '.join(stop_texts)}: the "
+                    "policy would learn never to end"
+                )
+            ids += self._encode(rendered[position : len(prompt)], text_mark)
+            start, position = len(ids), end + len(stop)
+            ids += self._encode(rendered[len(prompt) : position], text_mark)
+            spans.append((start, len(ids)))
+        expanded, grids = self._expand(ids, images)
+        # An image's placeholder stands for several tokens.
+        repeats = np.ones(len(ids), np.int64)
+        repeats[np.asarray(ids) == self.processor.image_token_id] = self.processor.image_tokens(
+            grids
+        )
+        positions = np.append(0, np.cumsum(repeats)).tolist()
+        return expanded, [(positions[start], positions[end]) for start, end in spans], grids
+
     def follow(
         self, ids: np.ndarray, start: Observation, turns: Sequence[tuple[np.ndarray, Observation]]
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -315,13 +380,9 @@ class Renderer:
     def _apply_template(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any
     ) -> str:
-        options = self._options | options
+        options = {"add_generation_prompt": True} | self._options | options
         rendered = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **options,
+            list(messages), tools=list(tools) or None, tokenize=False, **options
         )
         assert isinstance(rendered, str)
         return rendered

@@ -38,6 +38,12 @@ class DataConfig:
     answer_key: str = "answer"
     """Column of the reference answer, with or without \\boxed{}; a name with dots leads into a
     mapping (reward_model.ground_truth)."""
+    messages_key: str | None = None
+    """Column of whole conversations, whose answers `rlinf-vl sft` imitates (there, null is
+    messages): chat messages, the last one the assistant's. `train` needs it null."""
+    turn_mask_key: str | None = None
+    """Column with a list of true or false (1 or 0) for each of the assistant's messages: whether
+    it is imitated. null: all of them are, but those with `weight: 0` in the message."""
     image_keys: list[str] = field(default_factory=lambda: ["images"])
     """Columns that hold images, in order; [] for text only, or for images in chat messages."""
     image_root: str | None = None
@@ -57,7 +63,8 @@ class DataConfig:
     """Texts around the question, with {problem} where it stands. Training draws one for each group
     of answers, from runner.seed, the step and the row; validation always shows the first."""
     max_prompt_length: int = key(1024, AT_LEAST_1)
-    """Longest prompt in tokens, image placeholders expanded."""
+    """Longest prompt in tokens, image placeholders expanded. In `sft`, runner.seq_length bounds
+    whole conversations instead."""
     overlong: str = key("drop", ("drop", "cut", "error"))
     """Longer prompts. drop: the row is left out. cut: the prompt is cut from its beginning to what
     fits, images and earlier messages whole; system messages and the end of the last message stay.
@@ -71,6 +78,9 @@ class DataConfig:
     """Problems per training step."""
     val_samples: int = key(-1, OFF_OR_POSITIVE)
     """Validation rows used (the first so many); -1 uses all."""
+    sample_val: bool = False
+    """In `sft`, also sample an answer to each validation row, by prompt_key, and grade it with the
+    reward against answer_key (val/accuracy); false computes val/loss alone."""
     shuffle: bool = True
     """Shuffle the training rows anew every epoch."""
     seed: int = key(1234, NOT_NEGATIVE)

@@ -1,0 +1,80 @@
+"""The config of a supervised run (`rlinf-vl sft`): that of a training run, without what only
+sampling needs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.presets import with_presets
+from rlinf_vl.config.schema import AlgorithmConfig, Config
+from rlinf_vl.config.validate import Rule, validate_config
+
+
+def imitation_config(name: str, overrides: Sequence[str], rules: Sequence[Rule]) -> Config:
+    """Return the config of a supervised run, which `rules` check.
+
+    Of `algorithm`, the sampling of validations counts alone; schedule, weight sync and mismatch
+    guard are those of a run that samples nothing to train on.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config = parse_config(name, overrides)
+    if config.data.messages_key is None:
+        config.data.messages_key = "messages"
+    sampled = config.algorithm
+    config.algorithm = with_presets(
+        AlgorithmConfig(
+            loss_type="cross_entropy",
+            adv_type="reinforce_plus_plus",  # unused: it is the one that needs no groups
+            loss_agg_func="token-mean",
+            group_size=1,
+            importance_sampling_fix=False,
+            sampling_params=sampled.sampling_params,
+            val_sampling_params=sampled.val_sampling_params,
+        )
+    )
+    runner = config.runner
+    runner.schedule, runner.mismatch_check_interval, runner.weight_sync_interval = "sync", -1, 1
+    config.actor.routing_replay = "off"
+    validate_config(config, (imitation_problems, *rules))
+    return config
+
+
+def as_problems(config: Config) -> Config:
+    """Return the config for sampling answers to the rows: they are read as problems, not as
+    conversations."""
+    return replace(config, data=replace(config.data, messages_key=None, turn_mask_key=None))
+
+
+def imitation_problems(config: Config) -> Iterator[str]:
+    """Yield settings that conversations can't have."""
+    data = config.data
+    for key, value, why in (
+        ("prompt_suffix", data.prompt_suffix, "a conversation ends with an answer"),
+        ("prompt_variants", data.prompt_variants, "a conversation has its questions"),
+    ):
+        if value:
+            yield f"data.{key}: {value!r}, but {why}; leave it out, and write it into the messages"
+    if data.overlong == "cut":
+        yield (
+            "data.overlong: cut would take from what is imitated; set drop or error, and "
+            "runner.seq_length for how long a conversation may be"
+        )
+    if data.sample_val and not data.val_data_paths:
+        yield "data.sample_val: true without data.val_data_paths samples nothing; name some"
+
+
+def sampled_problems(config: Config) -> Iterator[str]:
+    """Yield settings of `sft` in the config of a run that samples what it trains on."""
+    data = config.data
+    for key, is_set in (
+        ("messages_key", data.messages_key is not None),
+        ("turn_mask_key", data.turn_mask_key is not None),
+        ("sample_val", data.sample_val),
+    ):
+        if is_set:
+            yield (
+                f"data.{key}: {str(getattr(data, key)).lower()} is for conversations to imitate, "
+                "which another verb trains on: rlinf-vl sft CONFIG; for train, leave it out"
+            )

@@ -1,0 +1,68 @@
+"""Reads conversations to imitate in the run's own process, in a thread beside the training."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.data.dataset import FilterResult
+from rlinf_vl.rollout.demonstrations import Demonstrations
+from rlinf_vl.types import Group, GroupSummary
+
+#: Rows that are checked between two reports of progress.
+CHECKED_ROWS = 256
+
+
+class LocalRowReader:
+    """The `Readers` of a local run."""
+
+    restarts = turnover = 0
+
+    def __init__(self, config: Config, model_path: str, check: Callable[[], None]) -> None:
+        """`check` is called while rows are checked; an error that it raises ends that."""
+        self._demonstrations = Demonstrations(config, model_path)
+        self._check = check
+        self._thread = ThreadPoolExecutor(1)
+
+    def start(self) -> dict[str, int]:
+        """Return the number of rows of each split."""
+        return {split: len(rows) for split, rows in self._demonstrations.datasets.items()}
+
+    def filter_rows(
+        self, split: str, rows: Sequence[int], progress: Callable[[int], None]
+    ) -> FilterResult:
+        """Check which of these rows can be imitated; `progress` gets the number of rows checked."""
+        results = []
+        for start in range(0, len(rows), CHECKED_ROWS):
+            chunk = rows[start : start + CHECKED_ROWS]
+            results.append(self._demonstrations.check(split, chunk))
+            self._check()
+            progress(start + len(chunk))
+        return FilterResult.merged(results)
+
+    def begin(self, split: str, rows: dict[str, int]) -> Future[list[tuple[GroupSummary, Group]]]:
+        """Begin to read these rows, by name of the group that each becomes."""
+
+        def read() -> list[tuple[GroupSummary, Group]]:
+            groups = [self._demonstrations.group(split, row, name) for name, row in rows.items()]
+            image_token = self._demonstrations.image_token_id
+            return [(GroupSummary.of(group, image_token), group) for group in groups]
+
+        return self._thread.submit(read)
+
+    def result(
+        self, pending: Future[list[tuple[GroupSummary, Group]]]
+    ) -> list[tuple[GroupSummary, Group]]:
+        """Wait for what was begun; returns the groups in the order of the names."""
+        return pending.result()
+
+    def release(self, summaries: Sequence[GroupSummary]) -> None:
+        """Do nothing: a group is freed when nobody refers to it."""
+
+    def entries(self) -> list[dict[str, object]]:
+        """Return the entry of this process for `StatusFile`."""
+        return [{"name": "local", "node": "", "pid": os.getpid(), "state": "alive", "restarts": 0}]
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
