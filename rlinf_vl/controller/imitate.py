@@ -23,6 +23,8 @@ from rlinf_vl.controller.saver import Saver
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.step_plan import Advantages, StepPlan
 from rlinf_vl.controller.validation import Validator
+from rlinf_vl.data.unusable import BadRow
+from rlinf_vl.errors import RunError
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.types import GroupSummary, Reference
@@ -39,7 +41,7 @@ class Readers(GroupStores, Protocol):
     turnover: int
 
     def begin(self, split: str, rows: dict[str, int]) -> Any: ...
-    def result(self, pending: Any) -> Groups: ...
+    def result(self, pending: Any) -> Sequence[tuple[GroupSummary, Reference] | BadRow]: ...
     def entries(self) -> list[dict[str, object]]: ...
 
 
@@ -136,12 +138,13 @@ def imitate(
             log.begin_step(step)
             with log.timed("step"):
                 with log.timed("read"):
-                    groups = readers.result(batch.pending)
+                    groups = read(batch, readers, data, log)
                 rows, sampler_state = batch.rows, data.sampler.state_dict()
                 # Read beside the training of this step.
                 if step < total:
                     batch = step_of_rows(step + 1)
-                metrics = update(step, rows, groups, config, readers, learner, log) | data.counts
+                metrics = update(step, rows, groups, config, readers, learner, data, log)
+                metrics |= data.counts
                 metrics["data/bad_rows"] = data.bad_rows.counts()["train"]
                 metrics["actor/restarts"] = log.count("actors_restarted")
                 # From here on the step is trained: a stop is to save the state behind it.
@@ -183,6 +186,28 @@ def begin_step(step: int, config: Config, readers: Readers, data: DatasetPlan) -
     return Batch("train", rows, readers.begin("train", rows))
 
 
+def read(batch: Batch, readers: Readers, data: DatasetPlan, log: RunLog) -> Groups:
+    """Wait for the batch's conversations. Rows that can't be read any more are recorded and left
+    out.
+
+    Raises:
+        TooManyBadRows: that many are bad now.
+        RunError: none of the batch can be read.
+    """
+    results = readers.result(batch.pending)
+    groups = [result for result in results if not isinstance(result, BadRow)]
+    unreadable = [result for result in results if isinstance(result, BadRow)]
+    data.bad_rows.add(batch.split, unreadable, log.step)
+    data.bad_rows.check()
+    if not groups:
+        first = unreadable[0]
+        raise RunError(
+            f"step {log.step}: none of {len(unreadable)} rows can be read any more; row {first.id}: "
+            f"{first.reason}"
+        )
+    return groups
+
+
 def update(
     step: int,
     rows: Mapping[str, int],
@@ -190,10 +215,11 @@ def update(
     config: Config,
     readers: Readers,
     learner: Learner,
+    data: DatasetPlan,
     log: RunLog,
 ) -> dict[str, float]:
     """Train on the step's conversations, record some of them, and release the others."""
-    plan = fetch("train", rows, groups, config, readers, learner, log)
+    plan = fetch("train", rows, groups, config, readers, learner, data, log)
     summaries, references = map(list, zip(*groups, strict=True))
     chosen = log.recorder.choose("train", step, len(groups))
     advantages = demonstrated(summaries)
@@ -224,10 +250,13 @@ def fetch(
     config: Config,
     readers: Readers,
     learner: Learner,
+    data: DatasetPlan,
     log: RunLog,
 ) -> StepPlan:
     """Plan which rank gets which conversation, and let the ranks fetch theirs. One that is lost
-    with its reader is read again, in place."""
+    with its reader is read again, in place.
+
+    Raises as `read`."""
     while True:
         plan = plan_of(log.step, [summary for summary, _ in groups], config, learner)
         lost = learner.fetch_groups(plan.minibatches, [reference for _, reference in groups])
@@ -235,9 +264,10 @@ def fetch(
             return plan
         log.event("groups_lost", f"{len(lost)} conversations died with their reader; read again")
         lost_rows = {groups[k][0].id: rows[groups[k][0].id] for k in lost}
-        read_groups = readers.result(readers.begin(split, lost_rows))
-        for k, group in zip(lost, read_groups, strict=True):
-            groups[k] = group
+        second = Batch(split, lost_rows, readers.begin(split, lost_rows))
+        by_name = {group[0].id: group for group in groups if group[0].id not in lost_rows}
+        by_name |= {group[0].id: group for group in read(second, readers, data, log)}
+        groups[:] = [by_name[name] for name in rows if name in by_name]
 
 
 def validation(
@@ -273,8 +303,8 @@ def validation_loss(
     for first in range(0, len(data.val_rows), size):
         numbers = data.val_rows[first : first + size]
         rows = {f"val-loss-{k}": row for k, row in enumerate(numbers, first)}
-        groups = readers.result(readers.begin("val", rows))
-        plan = fetch("val", rows, groups, config, readers, learner, log)
+        groups = read(Batch("val", rows, readers.begin("val", rows)), readers, data, log)
+        plan = fetch("val", rows, groups, config, readers, learner, data, log)
         (minibatch,) = plan.minibatches
         batch_total, batch_tokens = learner.total_loss(minibatch)
         total += batch_total

@@ -6,9 +6,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
+from rlinf_vl.data.unusable import BadRow
 from rlinf_vl.rollout.demonstrations import Demonstrations
 from rlinf_vl.types import Group, GroupSummary
 
+#: A group with its summary, or the record of a row that can't be read.
+Read = tuple[GroupSummary, Group] | BadRow
 #: Rows that are checked between two reports of progress.
 CHECKED_ROWS = 256
 
@@ -40,20 +43,24 @@ class LocalRowReader:
             progress(start + len(chunk))
         return FilterResult.merged(results)
 
-    def begin(self, split: str, rows: dict[str, int]) -> Future[list[tuple[GroupSummary, Group]]]:
+    def begin(self, split: str, rows: dict[str, int]) -> Future[list[Read]]:
         """Begin to read these rows, by name of the group that each becomes."""
 
-        def read() -> list[tuple[GroupSummary, Group]]:
-            groups = [self._demonstrations.group(split, row, name) for name, row in rows.items()]
-            image_token = self._demonstrations.image_token_id
-            return [(GroupSummary.of(group, image_token), group) for group in groups]
+        def read() -> list[Read]:
+            results: list[Read] = []
+            for group in self._demonstrations.groups(split, rows):
+                if isinstance(group, BadRow):
+                    results.append(group)
+                else:
+                    summary = GroupSummary.of(group, self._demonstrations.image_token_id)
+                    results.append((summary, group))
+            return results
 
         return self._thread.submit(read)
 
-    def result(
-        self, pending: Future[list[tuple[GroupSummary, Group]]]
-    ) -> list[tuple[GroupSummary, Group]]:
-        """Wait for what was begun; returns the groups in the order of the names."""
+    def result(self, pending: Future[list[Read]]) -> list[Read]:
+        """Wait for what was begun; returns the groups in the order of the names, and in the place of
+        a row that can't be read its record."""
         return pending.result()
 
     def release(self, summaries: Sequence[GroupSummary]) -> None:

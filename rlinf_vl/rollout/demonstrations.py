@@ -5,14 +5,14 @@ that ends its turn. They have no logprobs of an engine, and the version -1.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult, open_datasets
-from rlinf_vl.data.unusable import PROMPT_UNUSABLE, RowError
+from rlinf_vl.data.unusable import PROMPT_UNUSABLE, BadRow, RowError, kind_and_reason
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rollout.renderer import Renderer
@@ -59,6 +59,17 @@ class Demonstrations:
         trajectory = self.trajectory(problem)
         prompt = trajectory.turns[0].start
         return Group(name, problem.id, prompt, (trajectory,), problem.answer, labels=problem.labels)
+
+    def groups(self, split: str, rows: Mapping[str, int]) -> Iterator[Group | BadRow]:
+        """Yield the conversation of each row, by the name of its group; for one that can't be read
+        any more, its record."""
+        for name, row in rows.items():
+            try:
+                yield self.group(split, row, name)
+            # Readers and tokenizers raise errors of many types; a file may be gone since the check.
+            except Exception as error:
+                kind, reason = kind_and_reason(error)
+                yield BadRow(kind, self.datasets[split].row_id(row), reason)
 
     def trajectory(self, problem: Problem) -> Trajectory:
         """Return a problem whose messages are a whole conversation as a trajectory.

@@ -8,16 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
+from rlinf_vl.data.unusable import BadRow
+from rlinf_vl.errors import RunError
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
 from rlinf_vl.rollout.demonstrations import Demonstrations
-from rlinf_vl.runtime.ray_process import entry, own_process, where
+from rlinf_vl.runtime.ray_process import cause_of, entry, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport.groups import GroupStore
 from rlinf_vl.types import GroupSummary, Reference
 
+#: Times that a call is made again whose reader has died.
+MAX_RETRIES = 3
 #: Rows of a reader that are checked between two reports of progress.
 CHECKED_ROWS = 256
 
@@ -41,12 +46,17 @@ class RowReader:
     def check(self, split: str, rows: Sequence[int]) -> FilterResult:
         return self._demonstrations.check(split, rows)
 
-    def read(self, split: str, rows: dict[str, int]) -> list[tuple[GroupSummary, ray.ObjectRef]]:
-        """Return the groups of these rows, by name of the group, in the object store."""
-        stored = []
+    def read(
+        self, split: str, rows: dict[str, int]
+    ) -> list[tuple[GroupSummary, ray.ObjectRef] | BadRow]:
+        """Put the groups of these rows, by name of the group, into the object store; for a row that
+        can't be read, return its record."""
+        stored: list[tuple[GroupSummary, ray.ObjectRef] | BadRow] = []
         with span("read rows", rows=len(rows)):
-            for name, row in rows.items():
-                group = self._demonstrations.group(split, row, name)
+            for group in self._demonstrations.groups(split, rows):
+                if isinstance(group, BadRow):
+                    stored.append(group)
+                    continue
                 reference, size = self._store.put(group)
                 image_token = self._demonstrations.image_token_id
                 stored.append((GroupSummary.of(group, image_token, size), reference))
@@ -73,7 +83,8 @@ class RowReaders:
     ) -> None:
         """Start `n` readers. `check` is called while rows are checked; an error that it raises
         ends that."""
-        actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RowReader)
+        options: Any = {"max_restarts": -1, "max_task_retries": MAX_RETRIES}
+        actor: Any = ray.remote(num_cpus=0, **options)(RowReader)
         self._readers = [actor.remote(config, model_path, number) for number in range(n)]
         self._processes = [reader.process.remote() for reader in self._readers]
         self._check = check
@@ -94,7 +105,7 @@ class RowReaders:
                 reader.check.remote(split, chunk[number :: len(self._readers)])
                 for number, reader in enumerate(self._readers)
             ]
-            results += ray.get(pending)
+            results += _results(pending)
             self._check()
             progress(start + len(chunk))
         return FilterResult.merged(results)
@@ -108,9 +119,10 @@ class RowReaders:
             pending.append(reader.read.remote(split, share))
         return pending
 
-    def result(self, pending: list[ray.ObjectRef]) -> list[tuple[GroupSummary, Reference]]:
-        """Wait for what was begun; returns the groups in the order of the names."""
-        shares = ray.get(pending)
+    def result(self, pending: list[ray.ObjectRef]) -> list[tuple[GroupSummary, Reference] | BadRow]:
+        """Wait for what was begun; returns the groups in the order of the names, and in the place of
+        a row that can't be read its record."""
+        shares = _results(pending)
         ordered = []
         for place in range(max(map(len, shares), default=0)):
             ordered += [share[place] for share in shares if place < len(share)]
@@ -130,3 +142,15 @@ class RowReaders:
     def stop(self) -> None:
         """Let the readers write out what they have recorded of their time."""
         ray.get([reader.stop.remote() for reader in self._readers])
+
+
+def _results(pending: list[ray.ObjectRef]) -> list[Any]:
+    """Return the results of readers' calls. Raises RunError if a reader dies of the same call
+    again and again."""
+    try:
+        return ray.get(pending)
+    except RayActorError as error:
+        raise RunError(
+            f"a reader of rows died {MAX_RETRIES + 1} times in the same call: {cause_of(error)}. A "
+            "row may take more memory than there is: rlinf-vl check-data reads them one by one"
+        ) from error

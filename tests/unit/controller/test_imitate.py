@@ -8,6 +8,9 @@ from unit.controller.fakes import FakeLearner, FakeRun, number, summary
 
 from rlinf_vl.controller.imitate import imitate
 from rlinf_vl.controller.loop import TooManyBadSteps
+from rlinf_vl.data.bad_rows import TooManyBadRows
+from rlinf_vl.data.unusable import BadRow
+from rlinf_vl.errors import RunError
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.stop_request import Interrupted
 
@@ -15,25 +18,26 @@ SKIPPED = {"actor/skipped_steps": 1.0, "actor/grad_norm": math.inf}
 
 
 class FakeReaders:
-    """Answers in memory. `strike(calls)` is called when a batch is begun, with the number of those before."""
+    """Answers in memory; groups of the names in `unreadable` come as records of bad rows."""
 
     restarts = turnover = 0
 
-    def __init__(self, strike=lambda calls: None) -> None:
+    def __init__(self, unreadable: frozenset[str] = frozenset()) -> None:
+        self.unreadable = unreadable
         self.begun: list[tuple[str, dict[str, int]]] = []
         self.alive: set[str] = set()
-        self.strike = strike
 
     def begin(self, split, rows):
-        self.strike(len(self.begun))
         self.begun.append((split, dict(rows)))
         return split, rows
 
     def result(self, pending):
         split, rows = pending
-        self.alive |= rows.keys()
+        self.alive |= rows.keys() - self.unreadable
         return [
-            (summary(name, f"{split}:{row}", [0.0], tokens=[6 + row]), f"{name} of {row}")
+            BadRow("image missing", f"{split}:{row}", "no file x.png")
+            if name in self.unreadable
+            else (summary(name, f"{split}:{row}", [0.0], tokens=[6 + row]), f"{name} of {row}")
             for name, row in rows.items()
         ]
 
@@ -136,6 +140,30 @@ def test_conversations_that_died_with_their_reader_are_read_again_in_place(undis
     assert lost == [{name: first[name] for name in ("train-1-1", "train-1-3")}]
     assert run.events("groups_lost") == [("groups_lost", 1)]
     assert run.metrics() == undisturbed.metrics()
+
+
+def test_a_row_that_can_not_be_read_any_more_is_recorded_and_left_out(tmp_path):
+    readers = FakeReaders(frozenset({"train-2-1"}))
+    run = Sft(tmp_path, "data.max_bad_rows=0.1", readers=readers)
+    run.train()
+    assert [len(groups) for groups in run.learner.trained] == [4, 3, 4, 4, 4, 4]
+    (row,) = run.rows("bad_rows")
+    assert (row["step"], row["split"], row["reason"]) == (2, "train", "no file x.png")
+    assert run.metrics()[2]["data/bad_rows"] == 1 and not readers.alive
+
+
+@pytest.mark.parametrize(
+    "names, error, message",
+    [
+        ({"train-2-0", "train-2-1"}, TooManyBadRows, "2 of the 40 rows of train are bad"),
+        ({f"train-2-{k}" for k in range(4)}, RunError, "step 2: none of 4 rows can be read"),
+    ],
+)
+def test_too_many_rows_that_can_not_be_read_end_the_run(tmp_path, names, error, message):
+    share = 0.04 if error is TooManyBadRows else 1
+    readers = FakeReaders(frozenset(names))
+    with pytest.raises(error, match=message):
+        Sft(tmp_path, f"data.max_bad_rows={share}", readers=readers).train()
 
 
 def test_gradients_that_are_not_finite_end_the_run(tmp_path):
