@@ -62,6 +62,15 @@ def test_trainer(tmp_path, tower):
     assert 0 < figures["floor_fraction"] < 1
 
 
+def test_sft(tmp_path):
+    figures = figures_of(tmp_path, "sft.py", "--shape", "tiny", "--batch", "4", "--steps", "1")
+    assert 0 < figures["loss_tokens"] < figures["tokens"]
+    # Random weights guess among 512 tokens.
+    assert figures["loss"] == pytest.approx(math.log(512), rel=0.05)
+    per_second = figures["tokens"] / figures["step_cpu_seconds"]
+    assert figures["tokens_per_cpu_second"] == pytest.approx(per_second)
+
+
 def test_algorithms(tmp_path):
     """The table and curve of runs that are there, two seeds of one and one that spends its budget early."""
     for name, groups in (("grpo-1", 16), ("grpo-2", 16), ("dapo-1", 32), ("dapo-2", 32)):
