@@ -100,3 +100,38 @@ def test_a_trained_checkpoint_is_exported_and_reinforcement_learning_begins_with
 def test_what_can_not_be_is_refused_with_its_key(capsys, verb, overrides, message):
     assert main([verb, "toy-sft-cpu", "--check", *overrides]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_losses_of_the_first_steps_are_those_of_the_toys_warm_start(tmp_path):
+    """Its rows are what the warm start draws, in its order; the loop of the latter is transformers' own forward on padded rows."""
+    import numpy as np
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+    from rlinf_vl.toy.drawings import TOY
+    from rlinf_vl.toy.model import demonstration_batch, new_toy_model
+
+    steps, lr = 3, 5e-4
+    overrides = [LOCAL, "data.shuffle=false", "data.rollout_batch_size=32", "data.sample_val=false"]
+    overrides += ["runner.val_check_interval=-1", "runner.save_interval=-1"]
+    overrides += [f"runner.max_steps={steps}", "actor.optim.lr_scheduler=constant"]
+    overrides += [f"actor.optim.lr={lr}", "actor.optim.lr_warmup_steps=0"]
+    rows = comparable(sft(tmp_path, *overrides))
+    folder = toy_checkpoint_path("toy-sft")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    rng, model = np.random.default_rng([1, TOY.steps]), new_toy_model(TOY, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    for step in range(1, steps + 1):
+        batch = demonstration_batch(TOY, tokenizer, processor, TOY.batch_size, rng)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert rows[step]["actor/loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert rows[step]["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
