@@ -42,9 +42,17 @@ def imitation_config(name: str, overrides: Sequence[str], rules: Sequence[Rule])
 
 
 def as_problems(config: Config) -> Config:
-    """Return the config for sampling answers to the rows: they are read as problems, not as
-    conversations."""
-    return replace(config, data=replace(config.data, messages_key=None, turn_mask_key=None))
+    """Return the config for sampling answers to the validation rows: they are read as problems, not
+    as conversations, and no others are read."""
+    data = replace(
+        config.data,
+        messages_key=None,
+        turn_mask_key=None,
+        sample_val=False,
+        train_data_paths=list(config.data.val_data_paths),
+        rollout_batch_size=1,
+    )
+    return replace(config, data=data)
 
 
 def imitation_problems(config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from rlinf_vl.config import Config
+from rlinf_vl.config.imitation import as_problems
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.schema.rollout import AGENT_CALL
 from rlinf_vl.config.toys import TOYS
@@ -108,6 +109,8 @@ def _data(config: Config, with_rows: bool = True) -> Iterator[str]:
     `check-data` finds more problems of rows.
     """
     data = config.data
+    if data.sample_val:
+        yield from _data(as_problems(config), with_rows)
     for split, paths in (("train", data.train_data_paths), ("val", data.val_data_paths)):
         key, counts = f"data.{split}_data_paths", []
         for path in paths:

@@ -15,7 +15,7 @@ from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.unusable import BadRow
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.spans import flush_spans, record_spans, span
-from rlinf_vl.rollout.demonstrations import Demonstrations
+from rlinf_vl.runtime.loading import freeze_loaded, quick_imports
 from rlinf_vl.runtime.ray_process import cause_of, entry, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport.groups import GroupStore
@@ -33,8 +33,12 @@ class RowReader:
     def __init__(self, config: Config, model_path: str, number: int) -> None:
         record_spans(run_folder(config), f"reader {number}")
         own_process(config.cluster.cpu_threads, "cpu")
+        # It imports transformers, which the controller, where this class is named, need not.
+        with quick_imports():
+            from rlinf_vl.rollout.demonstrations import Demonstrations
         self._demonstrations = Demonstrations(config, model_path)
         self._store = GroupStore()
+        freeze_loaded()
 
     def process(self) -> tuple[str, int]:
         return where()

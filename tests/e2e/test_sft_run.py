@@ -94,6 +94,7 @@ def test_a_trained_checkpoint_is_exported_and_reinforcement_learning_begins_with
         ("sft", ["data.prompt_suffix=' Answer.'"], "data.prompt_suffix: ' Answer.', but a conver"),
         ("sft", ["data.overlong=cut"], "data.overlong: cut would take from what is imitated"),
         ("sft", ["data.val_data_paths=[]"], "data.sample_val: true without data.val_data_paths"),
+        ("sft", ["data.prompt_key=ask"], "data.prompt_key: column 'ask' not in toy-sft"),
         ("sft", ["data.messages_key=chat"], "data.messages_key: column 'chat' not in toy-sft"),
     ],
 )

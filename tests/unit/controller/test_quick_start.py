@@ -20,6 +20,10 @@ from rlinf_vl.models.families import family_of
             {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
         ),
         (
+            "rlinf_vl.controller.supervise_sft",
+            {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
+        ),
+        (
             "rlinf_vl.controller.evaluate",
             {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
         ),
