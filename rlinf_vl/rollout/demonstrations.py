@@ -15,8 +15,7 @@ from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.data.unusable import PROMPT_UNUSABLE, BadRow, RowError, kind_and_reason
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.row_check import processor_of
+from rlinf_vl.rollout.row_check import processor_of, renderer_of
 from rlinf_vl.types import Group, Message, Problem, TokenSequence, Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class Demonstrations:
         """
         processor = processor_of(config, model_path)
         self.image_token_id = processor.image_token_id
-        self._renderer = Renderer(processor, config.rollout.thinking.mode)
+        self._renderer = renderer_of(config, processor)
         self._data = config.data
         self._max_tokens = config.runner.seq_length
         try:

@@ -40,6 +40,16 @@ def processor_of(config: Config, model_path: str) -> Processor:
     )
 
 
+def renderer_of(config: Config, processor: Processor) -> Renderer:
+    """Return the chat template with a run's options.
+
+    Raises:
+        ConfigError: as `Renderer`.
+    """
+    rollout = config.rollout
+    return Renderer(processor, rollout.thinking.mode, rollout.chat_template_kwargs)
+
+
 def request_builder_of(config: Config, processor: Processor) -> RequestBuilder:
     """Return the builder of a run's requests.
 
@@ -47,7 +57,7 @@ def request_builder_of(config: Config, processor: Processor) -> RequestBuilder:
         ConfigError: as `Renderer`.
     """
     return RequestBuilder(
-        Renderer(processor, config.rollout.thinking.mode, config.rollout.chat_template_kwargs),
+        renderer_of(config, processor),
         config.runner.seq_length,
         config.data.max_prompt_length,
         config.data.overlong,
