@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from accounting import DROPS, END, assert_accounted, assert_scored_alike, conversations
+from agent_groups import agent_player, play
 from episodes import Maker, Talk, make_player
 from thinking import OPENS, assert_pieces, thinking
-from unit.rollout.test_agents import agent_player, play
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model

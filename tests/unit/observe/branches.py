@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import scripted_agents
+from agent_groups import play
 from episodes import encoded, picture
 from scripted_engine import Scripted
-from unit.rollout.test_agents import play
 
 from rlinf_vl.agents.drivers import FunctionDriver
 from rlinf_vl.models.families import family_of

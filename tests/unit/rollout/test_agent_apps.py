@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from agent_groups import play
 from scripted_engine import Scripted
 from task_app import Relay, TaskApp
-from unit.rollout.test_agents import play
 
 from rlinf_vl.agents.app_driver import AppDriver, address_towards
 from rlinf_vl.envs.app_client import AppClient

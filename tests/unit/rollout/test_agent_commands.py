@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from agent_groups import play
 from scripted_engine import Scripted
-from unit.rollout.test_agents import play
 
 from rlinf_vl.agents.drivers import MARK, CommandDriver
 from rlinf_vl.models.families import family_of

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agent_groups import play
 from episodes import Maker, encoded, make_player
 from PIL import Image
 from scripted_engine import Scripted
-from unit.rollout.test_agents import play
 
 from rlinf_vl.agents.drivers import FunctionDriver
 from rlinf_vl.config import load_config
