@@ -116,9 +116,9 @@ def play(player, groups, sampling, problem=PROBLEM):
     return asyncio.run(together())
 
 
-def play_wild(toy, seeds_by_group, problem=PROBLEM, **limits):
+def play_wild(toy, seeds_by_group, problem=PROBLEM, engine=None, **limits):
     """Play groups of wild agents with these seeds, whose calls show tools; the groups, and the engine that recorded them."""
-    engine = Recorder(toy.engine)
+    engine = engine or Recorder(toy.engine)
     player = agent_player(toy, "wild", **limits)
     player.client.engine = engine
     sampling = replace(sampling_of(toy), temperature=1.5)
@@ -135,11 +135,16 @@ def play_drawn(toy, members, first_seed, **limits):
     return play_wild(toy, [list(steps)], problem, **limits)
 
 
-def assert_sampled_tokens_are_trained(toy, groups, engine, tolerance=2e-5):
+def assert_trained_as_sampled(toy, groups, engine, tolerance=2e-5):
+    """All that was sampled is trained once, and the trainer's model scores it as the engine did."""
+    assert_trained_once(groups, engine)
+    assert_scored_alike(toy, groups, tolerance)
+
+
+def assert_trained_once(groups, engine):
     """Nothing that was sampled and returned is lost, trained twice, or trained with another logprob."""
     trajectories = [t for g in groups for t in g.trajectories]
     assert [t.error for t in trajectories if t.error] == []
-    assert_scored_alike(toy, groups, tolerance)
     assert sum(t.n_response_tokens for t in trajectories) == engine.sampled
     trained = []
     for trajectory in trajectories:

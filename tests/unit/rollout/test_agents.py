@@ -7,7 +7,7 @@ import pytest
 from agent_groups import (
     MEMBERS,
     agent_player,
-    assert_sampled_tokens_are_trained,
+    assert_trained_as_sampled,
     assert_varied,
     play,
     play_drawn,
@@ -55,7 +55,7 @@ def test_an_agent_that_plays_an_environment_samples_what_the_player_samples(toy)
 def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, first_seed):
     seeds = random.Random(first_seed).sample(range(10**6), 40)
     groups, engine = play_wild(toy, [seeds[i : i + 4] for i in range(0, 40, 4)])
-    assert_sampled_tokens_are_trained(toy, groups, engine)
+    assert_trained_as_sampled(toy, groups, engine)
     assert_varied(groups)
 
 
@@ -64,7 +64,7 @@ def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, first_seed):
 def test_a_group_of_any_agents_keeps_tokens_and_logprobs(toy, members, first_seed, seq_length):
     """As above, with steps that shrink to the fewest that fail, and with limits that are reached."""
     groups, engine = play_drawn(toy, members, first_seed, seq_length=seq_length)
-    assert_sampled_tokens_are_trained(toy, groups, engine)
+    assert_trained_as_sampled(toy, groups, engine)
     summary = GroupSummary.of(groups[0], toy.processor.image_token_id)
     assert max(values(summary, "tokens")) <= seq_length
 
