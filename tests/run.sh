@@ -16,7 +16,7 @@ if [[ "${1:-}" == --sglang ]]; then
     # Two at a time: an engine takes a few GB, and polls on a core of its own.
     venv="$root/.venv-sglang" with=(--sglang) tests=(-n 2 "${parallel[@]:2}")
     tests+=(-o faulthandler_timeout=240)  # seconds, after which a test says where its threads stand
-    tests+=(tests/integration/sglang tests/e2e/test_sglang_run.py)
+    tests+=(tests/e2e/test_sglang_agents_run.py tests/integration/sglang tests/e2e/test_sglang_run.py)
     tests+=(tests/unit/models/test_attention.py tests/unit/models/test_layers.py)  # SGLang's torch is a newer one
 elif [[ "${1:-}" == --all ]]; then
     shift

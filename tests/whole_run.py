@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import psutil
 
 FIXED_METRICS = {
@@ -23,6 +24,10 @@ FIXED_METRICS = {
 
 #: Runs that test no process of theirs are one process: they start in half the time.
 LOCAL = "cluster.backend=local"
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Toy that an agent of the examples can play → its supervised steps, and the agent.
+AGENT_TOYS = {"toy-maze": (80, "maze"), "toy-tool": (90, "rectangle_tool")}
 
 
 def marked(mark: dict[str, str]) -> list[psutil.Process]:
@@ -137,17 +142,25 @@ def comparable(folder: Path) -> dict[int, dict]:
 
 
 def played_run(
-    folder: Path, toy: str, supervised: int, steps: int, *overrides: str, recipe: str = ""
+    folder: Path,
+    toy: str,
+    supervised: int,
+    steps: int,
+    *overrides: str,
+    recipe: str = "",
+    model: Path | None = None,
 ) -> Path:
     """The folder of a whole run of `recipe` (`toy`-cpu unless named) with so many steps, in one process, from a checkpoint of `toy`
-    with so many steps of its warm start. All trajectories are recorded."""
+    with so many steps of its warm start, which is made in `model` where it is not there. All trajectories are recorded."""
     recipe = recipe or f"{toy}-cpu"
     from rlinf_vl.toy.model import build_toy_checkpoint
 
-    build_toy_checkpoint(folder / "model", progress=False, toy=toy, steps=supervised)
+    model = model or folder / "model"
+    if not model.exists():
+        build_toy_checkpoint(model, progress=False, toy=toy, steps=supervised)
     command = [sys.executable, "-m", "rlinf_vl", "train", recipe, f"runner.output_dir={folder}"]
     command += [
-        f"rollout.model.model_path={folder / 'model'}",
+        f"rollout.model.model_path={model}",
         f"runner.max_steps={steps}",
         f"runner.val_check_interval={steps}",
         "data.val_samples=24",
@@ -165,6 +178,20 @@ def played_run(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / recipe
+
+
+def agent_overrides(agent: str) -> tuple[str, ...]:
+    """Return the overrides with which an agent of the examples plays instead of the environment."""
+    function = f"{ROOT / 'examples/agents' / agent}.py:solve"
+    return "rollout.env_class=single_turn", f"rollout.agent.function={function}"
+
+
+def trajectories_of(run: Path) -> pd.DataFrame:
+    """Return a run's recorded trajectories, by their places in groups and steps."""
+    key = ["split", "step", "group_id", "sample"]
+    table = pd.read_parquet(run / "trajectories").set_index(key).sort_index()
+    assert table.index.is_unique
+    return table
 
 
 def metrics_of(run: Path) -> list[dict]:

@@ -9,22 +9,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
+from whole_run import (
+    AGENT_TOYS,
+    agent_overrides,
+    assert_engine_and_trainer_agree,
+    metrics_of,
+    played_run,
+    trajectories_of,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
-#: Toy → its supervised steps and its agent.
-AGENTS = {"toy-maze": (80, "maze"), "toy-tool": (90, "rectangle_tool")}
-
-
-def agent_overrides(agent: str) -> tuple[str, ...]:
-    """Return the overrides with which an agent of the examples plays instead of the environment."""
-    function = f"{ROOT / 'examples/agents' / agent}.py:solve"
-    return "rollout.env_class=single_turn", f"rollout.agent.function={function}"
-
-
 AGENT = agent_overrides("maze")
 #: At 1.0 the ids of the tail, each of a probability near 1e-5, cut the cumulative sum from which
 #: tokens are drawn into hundreds of pieces. A last digit then decides on a token in one run of two.
@@ -46,14 +43,6 @@ def assert_same(ours: list[dict], theirs: list[dict]) -> None:
                 )
 
 
-def trajectories_of(run: Path) -> pd.DataFrame:
-    """Return a run's recorded trajectories, by their places in groups and steps."""
-    key = ["split", "step", "group_id", "sample"]
-    table = pd.read_parquet(run / "trajectories").set_index(key).sort_index()
-    assert table.index.is_unique
-    return table
-
-
 def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
     """Skip where a last digit, which depends on who shares a batch, has decided on a token.
 
@@ -71,10 +60,10 @@ def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
         pytest.skip(f"last digits decided on tokens of {first} trajectories")
 
 
-@pytest.fixture(scope="module", params=AGENTS)
+@pytest.fixture(scope="module", params=AGENT_TOYS)
 def runs(request, tmp_path_factory) -> tuple[Path, Path]:
     """The folders of the run that an agent plays, and of the one that the environment plays."""
-    toy, (supervised, agent) = request.param, AGENTS[request.param]
+    toy, (supervised, agent) = request.param, AGENT_TOYS[request.param]
     folders = []
     for name, overrides in (("agent", agent_overrides(agent)), ("environment", ())):
         folder = tmp_path_factory.mktemp(name)
