@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -258,11 +259,8 @@ class Updating(Recorder):
         return futures
 
 
-def test_agents_calls_are_trained_as_they_were_sampled_while_weights_come(conversing, toy):
-    """Within answers and between them; each token by the version that it says sampled it.
-
-    Some 11 updates reach 70 answers in their middle; the largest difference is 1e-6.
-    """
+def play_while_weights_come(conversing, toy):
+    """Play forty wild agents; the groups, the engine, and transformers' models of its versions."""
     changed = toy.perturbed("language_model", 0.1)[1] | toy.perturbed("visual", 0.1)[1]
     weights = [{name: toy.weights()[name] for name in changed}, changed]
     models = [toy.model, toy.with_weights(changed)]
@@ -275,10 +273,38 @@ def test_agents_calls_are_trained_as_they_were_sampled_while_weights_come(conver
         )
     for update in engine.updated:
         update.result()
+    assert len(engine.updated) > 5
+    versions = range(len(engine.updated) + 1)
+    return groups, engine, {version: models[version % 2] for version in versions}
+
+
+def test_agents_calls_are_trained_as_they_were_sampled_while_weights_come(conversing, toy):
+    """Within answers and between them; each token by the version that it says sampled it.
+
+    Some 11 updates reach 70 answers in their middle; the largest difference is 1e-6.
+    """
+    groups, engine, models = play_while_weights_come(conversing, toy)
     assert_trained_once(groups, engine)
-    versions = {version: models[version % 2] for version in range(len(engine.updated) + 1)}
-    mixed = assert_explained(conversing, versions, groups, TOLERANCE)
-    assert len(engine.updated) > 5 and mixed > 0
+    assert assert_explained(conversing, models, groups, TOLERANCE) > 0
+
+
+def test_agents_calls_are_trained_once_while_weights_come_and_keys_are_kept(
+    conversing, toy, monkeypatch
+):
+    """Their logprobs are those of decoding, which `test_weights_in_flight` compares; no call's session stays open."""
+    requests = conversing.engine.requests
+    for part in (conversing.engine, requests):
+        monkeypatch.setattr(part, "settings", replace(part.settings, keep_kv=True))
+    groups, engine, _ = play_while_weights_come(conversing, toy)
+    assert_trained_once(groups, engine)
+    mixed = 0
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for turn in trajectory.turns:
+            versions = trajectory.sequences[turn.sequence].versions[turn.start : turn.end]
+            assert (np.diff(versions) >= 0).all() and versions[0] >= 0
+            mixed += versions[0] != versions[-1]
+    assert mixed
+    assert not requests.session_updates and not requests.in_flight
 
 
 # Not shrunk: SGLang draws other tokens when the same agents play again.
