@@ -168,6 +168,8 @@ class SglangEngine:
         assert not self.released_tags, (
             f"asked to generate while its memory is released: {sorted(self.released_tags)}"
         )
+        for request in requests:
+            self.requests.open_sessions(request.sessions)
         futures = [self.host.run(self.requests.complete, request) for request in requests]
         self._unanswered.update(futures)
         for future in futures:

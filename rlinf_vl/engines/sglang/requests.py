@@ -13,6 +13,7 @@ overlap it labels one old token too many as new.
 # pyright: reportMissingImports=false
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -47,7 +48,8 @@ class Requests:
         updates: number of weight updates. Each has a prefix cache of its own; with `keep_kv` a
             session keeps the prefix cache of its first request.
         towers: number of weight updates that changed the vision tower.
-        session_updates: with `keep_kv`, `updates` at the first request of each open session.
+        session_updates: with `keep_kv`, the open sessions, each with `updates` at its first message
+            to SGLang; None before it.
     """
 
     host: Host
@@ -74,7 +76,8 @@ class Requests:
         self.towers = 0
         self.unanswered_messages = 0
         self._parks = 0  # number of calls of `park`
-        self.session_updates: dict[str, int] = {}
+        self.session_updates: dict[str, int | None] = {}
+        self._sessions_lock = threading.Lock()
         # Samples that wait for the end of a pause: tokens drawn so far, and a future to wake each.
         self._parked: list[tuple[int, asyncio.Future[None]]] = []
         self._answered = asyncio.Event()
@@ -131,10 +134,18 @@ class Requests:
             self.in_flight -= n
             await self._notify_waiting()
 
+    def open_sessions(self, names: Sequence[str]) -> None:
+        """Note the sessions of a request that is submitted."""
+        if self.settings.keep_kv:
+            with self._sessions_lock:
+                for name in names:
+                    self.session_updates.setdefault(name, None)
+
     def end_sessions(self, names: Sequence[str]) -> None:
         """Forget which prefix caches these sessions use."""
-        for name in names:
-            self.session_updates.pop(name, None)
+        with self._sessions_lock:
+            for name in names:
+                self.session_updates.pop(name, None)
 
     async def park(self) -> None:
         """Make SGLang return all unfinished samples. `paused` must be set, but SGLang must not be
@@ -159,12 +170,16 @@ class Requests:
 
     def _prefix_cache_of(self, request: Request) -> int:
         """Return the update whose prefix cache the request uses."""
-        if not self.settings.keep_kv:
-            return self.updates
-        return min(
-            (self.session_updates.setdefault(name, self.updates) for name in request.sessions),
-            default=self.updates,
-        )
+        first_updates = []
+        with self._sessions_lock:
+            for name in request.sessions:
+                # One may have ended while its request waited: others of its group share it.
+                if name in self.session_updates:
+                    first_update = self.session_updates[name]
+                    if first_update is None:
+                        first_update = self.session_updates[name] = self.updates
+                    first_updates.append(first_update)
+        return min(first_updates, default=self.updates)
 
     async def _notify_waiting(self) -> None:
         async with self._room:

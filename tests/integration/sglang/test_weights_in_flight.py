@@ -175,3 +175,19 @@ def test_kept_tokens_are_those_of_decoding_with_swapped_weights(engine, toy, ver
         )
     engine.end_sessions(request.sessions)
     assert not engine.requests.session_updates
+
+
+def test_a_session_that_ends_before_its_request_is_sent_stays_ended(engine, toy, monkeypatch):
+    """An agent of a group may fail while the group's first request, which others share, waits for an update."""
+    settings = replace(engine.settings, keep_kv=True)
+    for part in (engine, engine.requests):
+        monkeypatch.setattr(part, "settings", settings)
+    request = replace(toy.request(1, 2, seed=95), sessions=("failed", "alive"))
+    engine.pause()
+    futures = engine.submit([request])
+    engine.end_sessions(["failed"])
+    engine.resume()
+    assert len(futures[0].result(120).samples) == 2
+    assert engine.requests.session_updates == {"alive": engine.requests.updates}
+    engine.end_sessions(["alive"])
+    assert not engine.requests.session_updates
