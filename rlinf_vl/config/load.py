@@ -29,6 +29,7 @@ from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggesti
 from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import SCHEMA_NAME, Config
+from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import ALGORITHM_HINTS, Rule, validate_config
@@ -384,6 +385,17 @@ def _absolute(path: str, folder: Path | None = None) -> str:
     )
 
 
+def _checkpoint_path(path: str, folder: Path) -> str:
+    """Return the absolute path of a checkpoint's folder, and any other name unchanged.
+
+    What is no folder here is a name on the hub.
+    """
+    if path in ("", SELF, *TOYS):
+        return path
+    absolute_path = _absolute(path, folder)
+    return absolute_path if os.path.isdir(absolute_path) else path
+
+
 def _collect_code(config: Config, folders: Sequence[str]) -> None:
     """Copy the files of user code that the config names into it, in place, so that they travel with
     it."""
@@ -436,12 +448,13 @@ def _normalise(config: Config, folder: Path) -> None:
             remaining = config.runner.seq_length - config.data.max_prompt_length
             # a rule refuses a prompt that leaves no room
             sampling.max_new_tokens = max(1, remaining)
-    # Workers may have another working folder. A model that is no folder here is a name on the hub.
-    model = rollout.model
-    if model.model_path not in ("", *TOYS) and os.path.isdir(
-        path := _absolute(model.model_path, folder)
-    ):
-        model.model_path = path
+    # Workers, and a resumed run, may have another working folder.
+    rollout.model.model_path = _checkpoint_path(rollout.model.model_path, folder)
+    distillation = algorithm.distillation
+    if distillation.teacher_path is not None:
+        distillation.teacher_path = _checkpoint_path(distillation.teacher_path, folder)
+    for label, teacher_path in distillation.teachers.items():
+        distillation.teachers[label] = _checkpoint_path(teacher_path, folder)
     # A command runs in a folder of its own. Its first word is looked up as a shell would.
     command = rollout.agent.command
     for position, word in enumerate(command[1:], 1):

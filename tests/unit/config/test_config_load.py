@@ -71,6 +71,22 @@ def test_files_of_an_agents_command_are_found_from_any_folder(tmp_path, monkeypa
     assert command == ["python", *files, "--steps", "3"]
 
 
+def test_folders_of_checkpoints_are_found_from_any_folder(tmp_path, monkeypatch):
+    """A run that is resumed elsewhere reads the same teachers."""
+    for name in ("policy", "configs/charts"):
+        (tmp_path / name).mkdir(parents=True)
+    distillation = "{teachers: {a: charts, b: owner/name}, teacher_key: kind}"
+    text = (
+        f"rollout: {{model: {{model_path: policy}}}}\nalgorithm: {{distillation: {distillation}}}"
+    )
+    (tmp_path / "configs/mine.yaml").write_text(f"defaults: [{TOY}, _self_]\n{text}")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("configs/mine.yaml")
+    assert config.rollout.model.model_path == str(tmp_path / "policy")
+    teachers = {"a": str(tmp_path / "configs/charts"), "b": "owner/name"}
+    assert config.algorithm.distillation.teachers == teachers
+
+
 def test_unknown_config_name_lists_those_there(tmp_path):
     message = refused("toy-grpo-cpuu")
     assert "did you mean 'toy-grpo-cpu'?" in message and "qwen3-vl-2b-grpo-fsdp-geo3k" in message
