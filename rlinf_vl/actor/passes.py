@@ -233,15 +233,15 @@ class AuxiliaryForwards:
             for model_input in teacher.batches(mini, groups, advantages):
                 yield TeacherInput(teacher.model, model_input)
             return
-        places = [
-            [n for n, item in enumerate(items) if self._teaches(teacher, groups[item.group])]
-            for items in mini.micro_batches
-        ]
-        taught_items = tuple(
-            tuple(items[n] for n in taught)
-            for items, taught in zip(mini.micro_batches, places, strict=True)
-        )
-        taught_mini = replace(mini, micro_batches=taught_items)
+        places: list[list[int]] = []
+        taught_micro_batches = []
+        for items in mini.micro_batches:
+            taught = [
+                n for n, item in enumerate(items) if self._teaches(teacher, groups[item.group])
+            ]
+            places.append(taught)
+            taught_micro_batches.append(tuple(items[n] for n in taught))
+        taught_mini = replace(mini, micro_batches=tuple(taught_micro_batches))
         model_inputs = teacher.batches(taught_mini, groups, advantages)
         for model_input, taught in zip(model_inputs, places, strict=True):
             yield TeacherInput(teacher.model, model_input, taught)

@@ -27,7 +27,7 @@ from rlinf_vl.data.unusable import BadRow
 from rlinf_vl.errors import RunError
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
-from rlinf_vl.types import GroupSummary, Reference
+from rlinf_vl.types import GroupSummary, Reference, TrajectorySummary
 
 logger = logging.getLogger(__name__)
 
@@ -237,10 +237,11 @@ def update(
 
 def demonstrated(summaries: Sequence[GroupSummary]) -> Advantages:
     """Return the advantage 1 for each turn of each conversation."""
-    return tuple(
-        tuple((1.0,) * trajectory.turns for trajectory in summary.trajectories)
-        for summary in summaries
-    )
+    return tuple(tuple(map(_demonstrated_turns, summary.trajectories)) for summary in summaries)
+
+
+def _demonstrated_turns(trajectory: TrajectorySummary) -> tuple[float, ...]:
+    return (1.0,) * trajectory.turns
 
 
 def fetch(

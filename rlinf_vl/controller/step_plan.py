@@ -67,8 +67,12 @@ def ties(summary: GroupSummary, reward_weights: Sequence[float] | None = None) -
     if reward_weights is None:
         return len({trajectory.reward for trajectory in compared}) < 2
     rows = [reward_parts(trajectory, reward_weights) for trajectory in compared]
-    by_part = zip(*rows, strict=True)
-    return all(len({value for value in part if not math.isnan(value)}) < 2 for part in by_part)
+    return all(map(_is_tied, zip(*rows, strict=True)))
+
+
+def _is_tied(values: Sequence[float]) -> bool:
+    """Return whether the values of a reward function, NaN where it gave none, are all equal."""
+    return len({value for value in values if not math.isnan(value)}) < 2
 
 
 def reward_parts(
