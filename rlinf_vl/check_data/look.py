@@ -25,7 +25,7 @@ from rlinf_vl.data.images import image_size
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.image_tokens import ImageTokens
-from rlinf_vl.types import Problem, Request
+from rlinf_vl.types import Problem
 
 if TYPE_CHECKING:
     from rlinf_vl.models.image_processor import ImageProcessor
@@ -67,6 +67,7 @@ Inspect = Callable[[str, Sequence[int]], tuple[FilterResult, list[RowFacts]]]
 def make_inspect(config: Config, model_path: str | None) -> Inspect:
     """Load the data, and tokenizer and image processor of the model; without one, tokens are not
     counted."""
+    from rlinf_vl.rollout.demonstrations import Demonstrations
     from rlinf_vl.rollout.env_makers import env_maker_of
     from rlinf_vl.rollout.row_check import (
         RowCheck,
@@ -96,13 +97,17 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
             image_tokens(np.array([p.grid(height, width)])).item() if p else -1 for p in processors
         )
 
+    # Conversations to imitate have answers of their own, and no environment.
+    demonstrations = None
+    if data.messages_key is not None and model_path is not None:
+        demonstrations = Demonstrations(config, model_path)
     check = RowCheck(config, builder, env_maker_of(config))
     datasets = open_datasets(data, ENVIRONMENTS)
 
     def inspect(split: str, rows: Sequence[int]) -> tuple[FilterResult, list[RowFacts]]:
         facts_by_row: dict[int, RowFacts] = {}
 
-        def add_facts(row: int, problem: Problem, request: Request | None) -> None:
+        def add_facts(row: int, problem: Problem, tokens: int) -> None:
             images = []
             for image in problem.images:
                 height, width = image_size(image)
@@ -110,15 +115,18 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
                 images.append(
                     ImageFacts(image.hash[:24], height, width, len(image.data), image_tokens)
                 )
-            tokens = len(request.ids) if request else 0
             # a row may have several wordings; the longest one must fit
             if row not in facts_by_row or facts_by_row[row].tokens < tokens:
                 facts_by_row[row] = RowFacts(
                     row, _text_hash(problem), problem.answer.strip(), tokens, tuple(images)
                 )
 
-        split_check = replace(check, for_training=split == "train")
-        return split_check.filter(datasets[split], rows, add_facts), list(facts_by_row.values())
+        if demonstrations is not None:
+            result = demonstrations.check(split, rows, add_facts)
+        else:
+            split_check = replace(check, for_training=split == "train")
+            result = split_check.filter(datasets[split], rows, add_facts)
+        return result, list(facts_by_row.values())
 
     return inspect
 

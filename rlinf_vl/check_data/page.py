@@ -101,7 +101,10 @@ def _sections(
     longest = sorted(split.facts, key=lambda facts: -facts.tokens)[:LONGEST]
     if longest and longest[0].tokens:
         sections.append(
-            (f"{split.name}: the longest prompts", [row(facts.row) for facts in longest])
+            (
+                f"{split.name}: the longest {figures['limits']['length']['of']}s",
+                [row(facts.row) for facts in longest],
+            )
         )
     usable = split.usable
     # a fixed seed: the page of the same data is the same

@@ -53,6 +53,7 @@ def summarize(
         "model": model,
         "seconds": round(seconds, 1),
         "limits": {
+            "length": length_limit(config),
             "data.max_prompt_length": config.data.max_prompt_length,
             "data.overlong": config.data.overlong,
             "data.image_max_pixels": config.data.image_max_pixels,
@@ -122,14 +123,23 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
             figures["contradictions"].append(group)
     if tokens:
         figures["tokens"] = {
-            "prompt": _spread([row.tokens for row in facts]),
+            length_limit(config)["of"]: _spread([row.tokens for row in facts]),
             "text": _spread([row.tokens - _image_tokens(row, 0) for row in facts]),
             "images": _spread([_image_tokens(row, 0) for row in facts if row.images]),
         }
         figures["budgets"] = _budgets(
-            facts, config.data.max_prompt_length, config.data.image_max_pixels
+            facts, length_limit(config)["value"], config.data.image_max_pixels
         )
     return figures
+
+
+def length_limit(config: Config) -> dict[str, Any]:
+    """Return what of a row has a limit of tokens (`of`), by which config key, and its value."""
+    if config.data.messages_key is not None:
+        limit = {"of": "conversation", "key": "runner.seq_length"}
+        return limit | {"value": config.runner.seq_length}
+    limit = {"of": "prompt", "key": "data.max_prompt_length"}
+    return limit | {"value": config.data.max_prompt_length}
 
 
 def _image_hashes(row: RowFacts) -> tuple[str, ...]:
@@ -258,10 +268,12 @@ def _refusals(split: Split, figures: Mapping[str, Any], config: Config) -> list[
             f"data.max_bad_rows={data.max_bad_rows:g}; repair them, leave them out, or raise it"
         )
     if figures["too_long"] and data.overlong == "error":
+        limit = length_limit(config)
+        allowed_modes = "drop or cut" if limit["of"] == "prompt" else "drop"
         refused.append(
-            f"{key}: {len(figures['too_long'])} prompts are longer than "
-            f"data.max_prompt_length={data.max_prompt_length}, and data.overlong is error; raise "
-            "the first, or set the second to drop or cut"
+            f"{key}: {len(figures['too_long'])} {limit['of']}s are longer than "
+            f"{limit['key']}={limit['value']}, and data.overlong is error; raise the first, or set "
+            f"the second to {allowed_modes}"
         )
     # a training step draws a batch of different rows; validation takes whatever there is
     needed_rows = data.rollout_batch_size if split.name == "train" else 1
@@ -329,7 +341,7 @@ def render(figures: Mapping[str, Any]) -> str:
     """Return the page of `check-data` for a terminal."""
     lines = []
     for name, split in figures["splits"].items():
-        lines += _render_split(name, split, figures["limits"]["data.max_prompt_length"])
+        lines += _render_split(name, split, figures["limits"]["length"])
     if overlap := figures["overlap"]:
         lines.append("overlap of val with train")
         for kind, description in (
@@ -349,8 +361,8 @@ def render(figures: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _render_split(name: str, split: Mapping[str, Any], limit: int) -> list[str]:
-    """Return the lines on a split; `limit` is data.max_prompt_length."""
+def _render_split(name: str, split: Mapping[str, Any], limit: Mapping[str, Any]) -> list[str]:
+    """Return the lines on a split; `limit` is `length_limit`'s."""
     bad_rows = split["bad"]
     share = f" ({split['usable'] / split['rows']:.1%})" if split["rows"] else ""
     lines = [
@@ -368,7 +380,10 @@ def _render_split(name: str, split: Mapping[str, Any], limit: int) -> list[str]:
         too_long_examples = ", ".join(
             f"{row['id']} ({row['tokens']} tokens)" for row in too_long[:EXAMPLES]
         )
-        lines.append(f"  {len(too_long):6}  prompt longer than {limit} tokens: {too_long_examples}")
+        lines.append(
+            f"  {len(too_long):6}  {limit['of']} longer than {limit['value']} tokens: "
+            f"{too_long_examples}"
+        )
     images = split["images"]
     rows = ", ".join(f"{count} with {n}" for n, count in list(images["per_row"].items())[:8])
     lines += [
@@ -383,13 +398,14 @@ def _render_split(name: str, split: Mapping[str, Any], limit: int) -> list[str]:
     lines.append(f"  answers     {answers['distinct']} distinct; most frequent: {common or 'none'}")
     if budgets := split.get("budgets"):
         drops = ", ".join(f"{b['value']} → {b['dropped']}" for b in budgets["max_prompt_length"])
-        lines.append(f"  rows that data.max_prompt_length would drop: {drops}")
+        lines.append(f"  rows that {limit['key']} would drop: {drops}")
         for budget in budgets["image_max_pixels"] if len(budgets["image_max_pixels"]) > 1 else ():
             prompt = budget["prompt"]
             area = "as it is" if budget["value"] is None else f"{budget['value']}"
             lines.append(
-                f"  data.image_max_pixels {area:>8}: prompts of {prompt['median']} tokens, 99 % ≤ "
-                f"{prompt['p99']}, longest {prompt['max']}; {budget['dropped']} above {limit}"
+                f"  data.image_max_pixels {area:>8}: {limit['of']}s of {prompt['median']} tokens, "
+                f"99 % ≤ {prompt['p99']}, longest {prompt['max']}; {budget['dropped']} above "
+                f"{limit['value']}"
             )
         if budgets["images_per_row"]:
             counts = ", ".join(f"{b['value']} → {b['above']}" for b in budgets["images_per_row"])

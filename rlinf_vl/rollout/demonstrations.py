@@ -5,7 +5,7 @@ that ends its turn. They have no logprobs of an engine, and the version -1.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,12 +105,27 @@ class Demonstrations:
         )
         return Trajectory((sequence,), tuple(turns), 0.0, {}, "stop")
 
-    def check(self, split: str, rows: Sequence[int]) -> FilterResult:
+    def check(
+        self,
+        split: str,
+        rows: Sequence[int],
+        see: Callable[[int, Problem, int], None] = lambda *row: None,
+    ) -> FilterResult:
         """Check which rows can be imitated: those that can be rendered, in at most
-        runner.seq_length tokens."""
+        runner.seq_length tokens.
+
+        Args:
+            see: called with (row, problem, tokens) for each row that can be rendered.
+        """
+
+        def length(row: int, problem: Problem) -> int:
+            n_tokens = len(self.trajectory(problem).sequences[0].ids)
+            see(row, problem, n_tokens)
+            return n_tokens
+
         return self.datasets[split].filter_by_length(
             rows,
-            lambda row, problem: len(self.trajectory(problem).sequences[0].ids),
+            length,
             self._max_tokens,
             image_only=self._data.image_only_mode,
             level_key=self._data.curriculum_key,

@@ -26,7 +26,7 @@ from rlinf_vl.rollout.batch_stream import StoredGroup
 from rlinf_vl.rollout.loop_bridge import cancel_all
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.loading import quick_imports
-from rlinf_vl.types import Group, GroupSummary, Problem, Reference, Request, SamplingParams
+from rlinf_vl.types import Group, GroupSummary, Problem, Reference, SamplingParams
 from rlinf_vl.user_code import CodeError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class GroupSampler:
 
         images: dict[int, set[int]] = {}
 
-        def note_images(row: int, problem: Problem, request: Request | None) -> None:
+        def note_images(row: int, problem: Problem, _: int) -> None:
             # 60 bits of the hash: a number is smaller to send than a text.
             images[row] = {int(image.hash[:15], 16) for image in problem.images}
 

@@ -34,7 +34,7 @@ from rlinf_vl.rollout.row_check import (
     request_builder_of,
     without_reference,
 )
-from rlinf_vl.types import Problem, Request, SamplingParams
+from rlinf_vl.types import Problem, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +128,9 @@ def _usable_rows(config: Config, dataset: ProblemDataset, check: RowCheck) -> di
     """
     tokens: dict[int, int] = {}
 
-    def note_length(row: int, _: Problem, request: Request | None) -> None:
+    def note_length(row: int, _: Problem, prompt_tokens: int) -> None:
         # A row has a prompt per wording of its question; the longest counts.
-        tokens[row] = max(tokens.get(row, 0), len(request.ids) if request else 0)
+        tokens[row] = max(tokens.get(row, 0), prompt_tokens)
 
     result = FilterResult()
     # Spread over the data: files are often sorted, by length for instance. More rows are read

@@ -19,7 +19,7 @@ from rlinf_vl.rewards.named import NAMED
 from rlinf_vl.rollout.privileged import privileged_text
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.request_builder import RequestBuilder
-from rlinf_vl.types import Problem, Request
+from rlinf_vl.types import Problem
 
 
 def processor_of(config: Config, model_path: str) -> Processor:
@@ -122,7 +122,7 @@ class RowCheck:
         self,
         dataset: ProblemDataset,
         rows: Sequence[int],
-        see: Callable[[int, Problem, Request | None], None],
+        see: Callable[[int, Problem, int], None],
     ) -> FilterResult:
         """Check which rows can be used.
 
@@ -131,8 +131,9 @@ class RowCheck:
         false, a row that overlong=drop drops counts as bad.
 
         Args:
-            see: called with (row, problem, prompt before it is cut) for each row that could be
-                read, once per wording of its question. The row's images may be damaged.
+            see: called with (row, problem, tokens of its prompt before it is cut, 0 if they aren't
+                counted) for each row that could be read, once per wording of its question. The
+                row's images may be damaged.
         """
         data = self.config.data
         cut_rows: dict[int, tuple[int, int]] = {}  # (tokens before the cut, images cut off)
@@ -173,12 +174,12 @@ class RowCheck:
                     problem, self.config.algorithm.distillation.privileged_template or ""
                 )
             if self.builder is None:
-                see(row, problem, None)
+                see(row, problem, 0)
                 return 0
             full_prompt = self.builder.from_row(problem, any_length=True)
             # Whoever looks wants to know how long rows are, not what a cut leaves of them.
-            see(row, problem, full_prompt)
             n_tokens = len(full_prompt.ids)
+            see(row, problem, n_tokens)
             # The data set itself excludes and counts prompts that are too long.
             is_filtered = (
                 data.overlong == "error" or data.overlong == "drop" and data.filter_prompt_by_length

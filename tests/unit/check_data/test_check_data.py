@@ -203,3 +203,40 @@ def test_a_line_of_progress_for_each_tenth():
         "checking rows: 200 of 1000",
     ]
     assert len(lines) == 10
+
+
+def test_conversations_to_imitate_are_counted_whole(tmp_path, toy_folder, capsys):
+    """By `runner.seq_length`, with the answers in them; rows that sft would refuse are bad."""
+    answers = ("short", "long " * 60, "")
+    question = {"role": "user", "content": "How many?"}
+    rows = [
+        {"messages": [question, {"role": "assistant", "content": answer}]} for answer in answers
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    page = tmp_path / "page.html"
+    overrides = [
+        f"data.train_data_paths=[{data}]",
+        "data.val_data_paths=[]",
+        "data.sample_val=false",
+        "data.image_keys=[]",
+        f"rollout.model.model_path={toy_folder}",
+        "data.max_prompt_length=16",
+        "data.rollout_batch_size=1",
+        "data.max_bad_rows=0.5",
+    ]
+    assert main(["check-data", "toy-sft-cpu", *overrides, "--output", str(page)]) == 0
+    figures = json.loads(page.with_suffix(".json").read_text())
+    train = figures["splits"]["train"]
+    assert figures["limits"]["length"] == {
+        "of": "conversation",
+        "key": "runner.seq_length",
+        "value": 128,
+    }
+    assert (train["usable"], [long["row"] for long in train["too_long"]]) == (1, [1])
+    assert [bad["row"] for bad in train["bad"]["all"]] == [2]
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
+    text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    n_tokens = len(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
+    assert train["tokens"]["conversation"]["min"] == n_tokens
+    assert "conversation longer than 128 tokens" in capsys.readouterr().out
