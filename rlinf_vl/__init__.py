@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlinf_vl.api import Run, train
+    from rlinf_vl.api import Run, sft, train
     from rlinf_vl.policy import load_policy
 
 __version__ = "0.1.0"
-__all__ = ["Run", "load_policy", "train"]
+__all__ = ["Run", "load_policy", "sft", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The Python interface: `train`, and `Run`, which reads a run's folder."""
+"""The Python interface: `train`, `sft`, and `Run`, which reads a run's folder."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import rlinf_vl.entry
-from rlinf_vl.config.imitation import sampled_problems
+from rlinf_vl.config.imitation import imitation_problems, sampled_problems, set_imitation
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.config.validate import validate_config
+from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.data.digest import digest
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.observe.progress import shown_log
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import pandas
 
 Function = Callable[..., Any] | str | Mapping[str, Any]
+Rows: TypeAlias = (
+    "datasets.Dataset | Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path] | None"
+)
 
 #: Placeholder in data.*_data_paths for rows that the caller passes, until they are written to a
 #: file.
@@ -46,8 +49,8 @@ def train(
     *,
     reward: Function | Sequence[Function] | None = None,
     env: type | str | None = None,
-    train_dataset: "datasets.Dataset | Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path] | None" = None,
-    val_dataset: "datasets.Dataset | Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path] | None" = None,
+    train_dataset: Rows = None,
+    val_dataset: Rows = None,
 ) -> "Run":
     """Run one experiment in this process, and show its progress: on a terminal, in a notebook or in
     a log.
@@ -78,25 +81,91 @@ def train(
         ConfigError: with every mistake in the arguments and the config.
         RunError: the run can't go on; its folder has the reason.
     """
-    from rlinf_vl.preflight.inputs import RULES, packages_missing
-
-    all_overrides: list[str | tuple[str, Any]] = []
-    all_overrides += overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+    all_overrides = _override_list(overrides)
     code_files: dict[str, str] = {}
     if env is not None:
         env_name = env if isinstance(env, str) else _pickled("env", env, code_files)
         all_overrides.append(("rollout.env_class", env_name))
-    if reward is not None:
-        functions = [reward] if isinstance(reward, str | Mapping) or callable(reward) else reward
-        entries = [_reward_entry(function, code_files) for function in functions]
-        all_overrides.append(("reward.functions", entries))
+    all_overrides += _reward_overrides(reward, code_files)
+    return _launch(
+        str(config),
+        all_overrides,
+        code_files,
+        train_dataset,
+        val_dataset,
+        rules=[sampled_problems],
+    )
+
+
+def sft(
+    config: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] | None = None,
+    *,
+    reward: Function | Sequence[Function] | None = None,
+    train_dataset: Rows = None,
+    val_dataset: Rows = None,
+) -> "Run":
+    """Train on conversations (`rlinf-vl sft`) in this process, as `train` trains by rewards.
+
+    Args:
+        config, overrides: as `train`'s.
+        reward: grades the answers that `data.sample_val` samples, as `train`'s.
+        train_dataset, val_dataset: rows with a conversation each (docs/sft.md), or paths.
+
+    Raises:
+        ConfigError, RunError: as `train`.
+    """
+    code_files: dict[str, str] = {}
+    all_overrides = [*_override_list(overrides), *_reward_overrides(reward, code_files)]
+    return _launch(
+        str(config),
+        all_overrides,
+        code_files,
+        train_dataset,
+        val_dataset,
+        rules=[imitation_problems],
+        prepare=set_imitation,
+    )
+
+
+def _override_list(
+    overrides: Sequence[str] | Mapping[str, Any] | None,
+) -> list[str | tuple[str, Any]]:
+    return [*(overrides.items() if isinstance(overrides, Mapping) else overrides or ())]
+
+
+def _reward_overrides(
+    reward: Function | Sequence[Function] | None, code_files: dict[str, str]
+) -> list[tuple[str, Any]]:
+    """Return the override of `reward.functions`, if any; code goes to `code_files`."""
+    if reward is None:
+        return []
+    functions = [reward] if isinstance(reward, str | Mapping) or callable(reward) else reward
+    entries = [_reward_entry(function, code_files) for function in functions]
+    return [("reward.functions", entries)]
+
+
+def _launch(
+    config: str,
+    overrides: list[str | tuple[str, Any]],
+    code_files: Mapping[str, str],
+    train_dataset: Rows,
+    val_dataset: Rows,
+    rules: Sequence[Rule],
+    prepare: Callable[[Config], None] = lambda config: None,
+) -> "Run":
+    """Run one experiment. `rules` judge its config beside those of every run, and `prepare` changes
+    it before."""
+    from rlinf_vl.preflight.inputs import RULES, packages_missing
+
     passed_rows: dict[str, Any] = {}
     for split, dataset in (("train", train_dataset), ("val", val_dataset)):
         if dataset is not None:
             paths = _paths(dataset)
             passed_rows |= {} if paths else {split: dataset}
-            all_overrides.append((f"data.{split}_data_paths", paths or [_PASSED_ROWS]))
-    run_config = parse_config(str(config), all_overrides)
+            overrides.append((f"data.{split}_data_paths", paths or [_PASSED_ROWS]))
+    run_config = parse_config(config, overrides)
+    prepare(run_config)
     run_config.runner.code_files |= code_files
     if run_config.runner.save_interval == -1:
         run_config.runner.save_interval = _ONLY_AT_THE_END
@@ -109,7 +178,7 @@ def train(
         run_config.data.image_root = run_config.data.image_root or os.getcwd()
     for split, dataset in passed_rows.items():
         data_paths[split][:] = [_write_rows(dataset, run_config, split)]
-    validate_config(run_config, (sampled_problems, packages_missing, *RULES))
+    validate_config(run_config, (*rules, packages_missing, *RULES))
     stop = StopRequest()
     with stop.installed(), shown_log():
         stopped_by = rlinf_vl.entry.launch_training(run_config, stop, keep_ray=True)

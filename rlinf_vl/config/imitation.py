@@ -20,6 +20,13 @@ def imitation_config(name: str, overrides: Sequence[str], rules: Sequence[Rule])
         ConfigError: with every problem found.
     """
     config = parse_config(name, overrides)
+    set_imitation(config)
+    validate_config(config, (imitation_problems, *rules))
+    return config
+
+
+def set_imitation(config: Config) -> None:
+    """Make a config that of a supervised run, in place."""
     if config.data.messages_key is None:
         config.data.messages_key = "messages"
     sampled = config.algorithm
@@ -37,8 +44,6 @@ def imitation_config(name: str, overrides: Sequence[str], rules: Sequence[Rule])
     runner = config.runner
     runner.schedule, runner.mismatch_check_interval, runner.weight_sync_interval = "sync", -1, 1
     config.actor.routing_replay = "off"
-    validate_config(config, (imitation_problems, *rules))
-    return config
 
 
 def as_problems(config: Config) -> Config:

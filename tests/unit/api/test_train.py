@@ -50,9 +50,9 @@ def train(monkeypatch, tmp_path):
     )
     monkeypatch.chdir(tmp_path)
 
-    def call(overrides=None, **given):
+    def call(overrides=None, *, start=rlinf_vl.train, config="toy-grpo-cpu", **given):
         folder = {"runner.output_dir": str(tmp_path / "out")}
-        rlinf_vl.train("toy-grpo-cpu", folder | dict(overrides or {}), **given)
+        start(config, folder | dict(overrides or {}), **given)
         return made.pop()
 
     return call
@@ -103,6 +103,30 @@ def test_rows_become_a_file_with_their_images(train):
     assert len(os.listdir(os.path.dirname(path))) == 2, (
         "the same rows have the same file, and nothing else is left"
     )
+
+
+def test_conversations_are_imitated_with_their_images(train):
+    messages = [
+        {"role": "user", "content": "<image>which?"},
+        {"role": "assistant", "content": "red"},
+    ]
+    conversation = {"messages": messages, "images": [picture("red")]}
+    overrides = {"data.rollout_batch_size": 1, "data.val_data_paths": [], "data.sample_val": False}
+    config = train(
+        overrides, start=rlinf_vl.sft, config="toy-sft-cpu", train_dataset=[conversation]
+    )
+    assert config.algorithm.loss_type == "cross_entropy" and config.runner.save_interval > 0
+    form = RowFormat(messages_key="messages")
+    (problem,) = ProblemDataset(config.data.train_data_paths, "train", form)
+    assert decode(problem.images[0]).getpixel((3, 3)) == (255, 0, 0)
+    assert [message.get("weight") for message in problem.messages] == [None, 1]
+    with pytest.raises(ConfigError, match="data.prompt_suffix"):
+        train(
+            overrides | {"data.prompt_suffix": "."},
+            start=rlinf_vl.sft,
+            config="toy-sft-cpu",
+            train_dataset=[conversation],
+        )
 
 
 def test_rows_of_trl_and_verl_are_given_as_they_are(train):
