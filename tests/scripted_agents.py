@@ -236,6 +236,13 @@ def in_a_thread(task, client):
     return AgentResult(answer=completion.choices[0].message.content)
 
 
+async def asks_again(task, client):
+    """The same question three times, the first time for a reply of one token."""
+    for limit in ({"max_tokens": 1}, {}, {}):
+        await client.chat.completions.create(model="policy", messages=[ask("What")], **limit)
+    return 1.0
+
+
 async def branching(task, client):
     """Three turns, another third one, a conversation of its own, and the first question again."""
 

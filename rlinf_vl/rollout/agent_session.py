@@ -378,7 +378,8 @@ class AgentSession:
     def _record(self, call: AgentCall, reply: Reply, digests: Sequence[bytes]) -> None:
         """Add a call's answer to the trajectory, so that later calls can continue it."""
         self.turn_of[reply.id] = len(self.state.turns)
-        self.state.add_turn(call.sequence, call.state.turns[-1], self._client.renderer.processor)
+        turn, processor = call.state.turns[-1], self._client.renderer.processor
+        self.state.add_turn(call.sequence, turn, processor, turn.start)
         self.last_reply = reply.text
         # Of two calls with equal replies the later one is continued; tools' calls have ids.
         self._answered[_extended(digests[-1], reply.key)] = call

@@ -89,16 +89,25 @@ class RolloutState:
         start = self.turns.pop().start if piece else len(request.ids)
         sequence = TokenSequence.of_sample(request, sample)
         turn = Turn(0, start, len(sequence.ids), sample.finish_reason, 0.0)
-        self.add_turn(sequence, turn, processor)
+        self.add_turn(sequence, turn, processor, len(request.ids))
 
-    def add_turn(self, sequence: TokenSequence, turn: Turn, processor: Processor) -> None:
-        """Add an answer as `turn`, the end of `sequence`, which may extend an earlier sequence."""
+    def add_turn(
+        self, sequence: TokenSequence, turn: Turn, processor: Processor, prompt_length: int
+    ) -> None:
+        """Add an answer as `turn`, the end of `sequence`, which may extend an earlier sequence.
+
+        Args:
+            prompt_length: the number of the sequence's first tokens that were not sampled now.
+        """
         processor.image_tokens.assert_placed(sequence)
         shared = self._shared_lengths(sequence, processor.image_token_id)
         self.distinct_tokens += len(sequence.ids) - max(shared, default=0)
-        # The earlier sequences with which this one begins; it extends the last of them.
+        # The earlier sequences with which the prompt begins; this one extends the last of them. One
+        # that is equal beyond the prompt was sampled apart, and its tokens count for themselves.
         prefix_numbers = [
-            n for n, earlier in enumerate(self.sequences) if shared[n] == len(earlier.ids)
+            n
+            for n, earlier in enumerate(self.sequences)
+            if shared[n] == len(earlier.ids) <= prompt_length
         ]
         number = prefix_numbers[-1] if prefix_numbers else len(self.sequences)
         if not prefix_numbers:

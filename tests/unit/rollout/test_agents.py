@@ -1,11 +1,13 @@
 """Agents against the embedded engine: exact tokens in every order of calls, and faults that stay with their trajectory."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from agent_groups import (
     MEMBERS,
+    Recorder,
     agent_player,
     assert_trained_as_sampled,
     assert_varied,
@@ -67,6 +69,17 @@ def test_a_group_of_any_agents_keeps_tokens_and_logprobs(toy, members, first_see
     assert_trained_as_sampled(toy, groups, engine)
     summary = GroupSummary.of(groups[0], toy.processor.image_token_id)
     assert max(values(summary, "tokens")) <= seq_length
+
+
+def test_equal_answers_to_equal_questions_are_each_trained(toy):
+    """Greedily: the second answer begins with the whole first one, and the third one is the second."""
+    player, engine = agent_player(toy, "asks_again"), Recorder(toy.engine)
+    player.client.engine = engine
+    groups = play(player, [[1]], replace(sampling_of(toy), temperature=1.5, top_k=1))
+    first, second, third = (ids for ids, _ in engine.answers)
+    assert first == second[:1] and second == third and len(second) > 1
+    assert_trained_as_sampled(toy, groups, engine)
+    assert len(groups[0].trajectories[0].sequences) == 3
 
 
 @pytest.mark.parametrize(
