@@ -328,7 +328,11 @@ WITH_SGLANG = (
     {"venv": ".venv-sglang"},
     ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     + ["-o", "faulthandler_timeout=240"]
-    + ["tests/integration/sglang", "tests/e2e/test_sglang_run.py"]
+    + [
+        "tests/e2e/test_sglang_agents_run.py",
+        "tests/integration/sglang",
+        "tests/e2e/test_sglang_run.py",
+    ]
     + ["tests/unit/models/test_attention.py", "tests/unit/models/test_layers.py"],
 )
 
