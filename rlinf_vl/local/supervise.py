@@ -3,8 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,20 +70,8 @@ def supervise(
     Arguments and errors are those of `rlinf_vl.controller.supervise.supervise`.
     """
     start_time = time.monotonic()
-    device = config.cluster.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.rollout.gpu_memory_utilization == "auto":
-        # The ledger, which settles `auto` of a run with Ray, asks Ray for the sizes of its GPUs.
-        config.rollout.gpu_memory_utilization = 0.6
-    # A Ray that this process has started before sets its own debugger, which needs Ray.
-    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
-        del os.environ["PYTHONBREAKPOINT"]
     with ExitStack() as stack:
-        # As in the processes of a run with Ray: the last digits of a sum depend on it.
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if device == "cpu" or config.cluster.cpu_threads:
-            torch.set_num_threads(config.cluster.cpu_threads or 1)
+        device = stack.enter_context(settled_process(config))
         log = RunLog(config, run_dir, partial(DirectWriter, config, run_dir, model_path), progress)
         stack.callback(log.close)
         progress.phase("starting the engine")
@@ -100,27 +88,56 @@ def supervise(
         learner = LocalLearner(config, model_path, device, data.total_steps)
         stack.callback(learner.stop)
         logger.info("what is trained:\n%s", learner.table)
-        stop.grace_period, stop.graceful = config.runner.grace_period, True
-        seconds = time.monotonic() - start_time
-        logger.info("started in %.0f s; training to step %d", seconds, data.total_steps)
-        outcome: dict[str, float] | Interrupted
-        try:
-            outcome = train(
-                config,
-                pool,
-                learner,
-                data,
-                checkpoint_home(config, run_dir),
-                stop,
-                gpu=gpu,
-                sync=LocalSync(config, learner, pool.engine),
-                log=log,
-                start=start,
-            )
-        except Interrupted as request:
-            # The recorder is closed first, so that the last trajectories are written.
-            outcome = request
+        sync = LocalSync(config, learner, pool.engine)
+        home = checkpoint_home(config, run_dir)
+        run = partial(
+            train, config, pool, learner, data, home, stop, gpu=gpu, sync=sync, log=log, start=start
+        )
+        return run_to_end(run, config, stop, log, data.total_steps, start_time)
+
+
+@contextmanager
+def settled_process(config: Config) -> Iterator[str]:
+    """Settle what depends on this process, and yield its device; threads are reset at the end."""
+    device = config.cluster.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.rollout.gpu_memory_utilization == "auto":
+        # The ledger, which settles `auto` of a run with Ray, asks Ray for the sizes of its GPUs.
+        config.rollout.gpu_memory_utilization = 0.6
+    # A Ray that this process has started before sets its own debugger, which needs Ray.
+    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]
+    n_threads = torch.get_num_threads()
+    # As in the processes of a run with Ray: the last digits of a sum depend on it.
+    if device == "cpu" or config.cluster.cpu_threads:
+        torch.set_num_threads(config.cluster.cpu_threads or 1)
+    try:
+        yield device
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+def run_to_end(
+    run: Callable[[], dict[str, float]],
+    config: Config,
+    stop: StopRequest,
+    log: RunLog,
+    total_steps: int,
+    start_time: float,
+) -> dict[str, float]:
+    """Call `run`, which trains once all parts are started, and write its last trajectories.
+
+    Raises:
+        Interrupted: as `run`; the trajectories are written before.
+    """
+    stop.grace_period, stop.graceful = config.runner.grace_period, True
+    seconds = time.monotonic() - start_time
+    logger.info("started in %.0f s; training to step %d", seconds, total_steps)
+    try:
+        metrics = run()
+    except Interrupted:
         log.recorder.close()
-    if isinstance(outcome, Interrupted):
-        raise outcome
-    return outcome
+        raise
+    log.recorder.close()
+    return metrics
