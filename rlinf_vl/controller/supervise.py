@@ -4,7 +4,9 @@ when a rank was lost."""
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,12 +35,14 @@ from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.run_folder import write_baselines
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 from rlinf_vl.weights import FALLBACK
-from rlinf_vl.weights.strategy import Site, choose_strategy, strategy_named
+from rlinf_vl.weights.strategy import Site, Strategy, choose_strategy, strategy_named
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at whether a lost node is back.
 POLL_S = 2.0
+#: Trains to the last step; returns the last step's metrics.
+Run = Callable[[], dict[str, float]]
 
 
 class TooManyRestarts(RunError):
@@ -67,25 +71,10 @@ def supervise(
     """
     start_time = time.monotonic()
     home = checkpoint_home(config, run_dir)
-    device = reservation.device
-    placement = reservation.placement
-    site = Site(device, placement.shared, placement.beside_actors)
-    strategy = choose_strategy(config.rollout.weight_sync, site)
+    strategy = strategy_of(config, reservation)
     start_writer = partial(RemoteWriter, config, run_dir, model_path)
     with ExitStack() as stack:
         log = stack.enter_context(closing(RunLog(config, run_dir, start_writer, progress)))
-
-        def load_model(learner: ActorGroup) -> WeightSync:
-            progress.phase("sharding the policy")
-            gpu.to_ranks()
-            learner.start(data.total_steps)
-            # In a shrunk run an engine may have lost the ranks on its GPUs, which a strategy may
-            # need.
-            all_ranks = len(learner.ranks) == len(reservation.actor)
-            usable = all_ranks or strategy.survives_lost_ranks
-            sync_strategy = strategy if usable else strategy_named(FALLBACK)
-            return WeightSync(sync_strategy, learner, pool, device=device)
-
         progress.phase("starting rollout workers and actor ranks")
         pool = RolloutPool(
             config,
@@ -96,59 +85,34 @@ def supervise(
             check=stop.check,
         )
         stack.callback(pool.close)
-        learner = ActorGroup(config, model_path, device, reservation.actor)
+        learner = ActorGroup(config, model_path, reservation.device, reservation.actor)
         data = find_usable_rows(config, run_dir, pool, progress)
         if pays_row_answers(config):
             write_baselines(run_dir, data.answers)
-        gpu = SharedGpu(pool, shared=placement.shared, offload=config.actor.enable_offload)
+        engines = EngineLink(config, reservation, pool, strategy)
         pool.open_membership()
-        sync: WeightSync | None = None
-        loss_error: ActorsLost | None = None
-        restarts = Counter[Folder | None]()  # by the checkpoint that the run was resumed from
-        outcome: dict[str, float] | Interrupted | None = None
-        while outcome is None:
-            try:
-                if loss_error is not None:
-                    learner.kill()
-                    stop.check()
-                    # A damaged checkpoint would fail every restart.
-                    set_damaged_aside(home, partial(log.event, "checkpoint_damaged"))
-                    checkpoint = newest_checkpoint(home, start)
-                    count_restart(
-                        loss_error,
-                        restarts[checkpoint],
-                        config.runner.max_restarts,
-                        checkpoint,
-                        log,
-                    )
-                    restarts[checkpoint] += 1
-                    # The steps after the checkpoint are trained again: their weights are void.
-                    pool.forget_weights()
-                    if sync is not None and sync.busy:
-                        pool.replace_all("they may wait for weights that will not come")
-                    pool.release()
-                    learner = ranks_again(config, model_path, reservation, log, stop)
-                sync = load_model(learner)
-                stop.grace_period, stop.graceful = config.runner.grace_period, True
-                if loss_error is None:
-                    seconds = time.monotonic() - start_time
-                    logger.info("started in %.0f s; training to step %d", seconds, data.total_steps)
-                outcome = train(
-                    config,
-                    pool,
-                    learner,
-                    data,
-                    home,
-                    stop,
-                    gpu=gpu,
-                    sync=sync,
-                    log=log,
-                    start=start,
-                )
-            except ActorsLost as error:
-                loss_error = error
-            except Interrupted as request:
-                outcome = request
+
+        def load(learner: ActorGroup) -> Run:
+            progress.phase("sharding the policy")
+            sync = engines.connect(learner, data.total_steps)
+            return partial(
+                train,
+                config,
+                pool,
+                learner,
+                data,
+                home,
+                stop,
+                gpu=engines.gpu,
+                sync=sync,
+                log=log,
+                start=start,
+            )
+
+        restarting = Restarting(config, model_path, reservation, home, start, log, stop)
+        learner, outcome = restarting.run(
+            learner, load, engines.forget_weights, data.total_steps, start_time
+        )
         pool.release(log.recorder.close())
         pool.stop()
         # The ranks have nothing left to do: a rank lost now costs nothing.
@@ -157,6 +121,110 @@ def supervise(
     if isinstance(outcome, Interrupted):
         raise outcome
     return outcome
+
+
+def strategy_of(config: Config, reservation: Reservation) -> Strategy:
+    """Return the strategy by which weights reach the engines. Raises as `choose_strategy`."""
+    placement = reservation.placement
+    site = Site(reservation.device, placement.shared, placement.beside_actors)
+    return choose_strategy(config.rollout.weight_sync, site)
+
+
+class EngineLink:
+    """Connects the engines of a run with one learner after the other.
+
+    Attributes:
+        gpu: hands shared GPUs from one to the other.
+    """
+
+    def __init__(
+        self, config: Config, reservation: Reservation, pool: RolloutPool, strategy: Strategy
+    ) -> None:
+        self.gpu = SharedGpu(
+            pool, shared=reservation.placement.shared, offload=config.actor.enable_offload
+        )
+        self._reservation, self._pool, self._strategy = reservation, pool, strategy
+        self._sync: WeightSync | None = None
+
+    def connect(self, learner: ActorGroup, total_steps: int) -> WeightSync:
+        """Start a learner on the GPUs that the engines leave to it."""
+        self.gpu.to_ranks()
+        learner.start(total_steps)
+        # In a shrunk run an engine may have lost the ranks on its GPUs, which a strategy may need.
+        all_ranks = len(learner.ranks) == len(self._reservation.actor)
+        usable = all_ranks or self._strategy.survives_lost_ranks
+        strategy = self._strategy if usable else strategy_named(FALLBACK)
+        self._sync = WeightSync(strategy, learner, self._pool, device=self._reservation.device)
+        return self._sync
+
+    def forget_weights(self) -> None:
+        """Forget the weights of a lost learner, and what was sampled from them."""
+        # The steps after the checkpoint are trained again: their weights are void.
+        self._pool.forget_weights()
+        if self._sync is not None and self._sync.busy:
+            self._pool.replace_all("they may wait for weights that will not come")
+        self._pool.release()
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """Trains, and starts the ranks again from the newest checkpoint when some were lost.
+
+    Attributes:
+        home: where checkpoints are written.
+        start: the checkpoint that the run was resumed from; None: it was not.
+    """
+
+    config: Config
+    model_path: str
+    reservation: Reservation
+    home: Folder
+    start: Folder | None
+    log: RunLog
+    stop: StopRequest
+
+    def run(
+        self,
+        learner: ActorGroup,
+        load: Callable[[ActorGroup], Run],
+        forget_weights: Callable[[], None],
+        total_steps: int,
+        start_time: float,
+    ) -> tuple[ActorGroup, dict[str, float] | Interrupted]:
+        """Train to the last step; returns the last learner, and the metrics or why it stopped.
+
+        Args:
+            load: starts a learner, and returns the function that trains it.
+            forget_weights: called before a lost learner is replaced.
+        """
+        stop, home = self.stop, self.home
+        loss_error: ActorsLost | None = None
+        restarts = Counter[Folder | None]()  # by the checkpoint that the run was resumed from
+        while True:
+            try:
+                if loss_error is not None:
+                    learner.kill()
+                    stop.check()
+                    # A damaged checkpoint would fail every restart.
+                    set_damaged_aside(home, partial(self.log.event, "checkpoint_damaged"))
+                    checkpoint = newest_checkpoint(home, self.start)
+                    limit = self.config.runner.max_restarts
+                    count_restart(loss_error, restarts[checkpoint], limit, checkpoint, self.log)
+                    restarts[checkpoint] += 1
+                    forget_weights()
+                    learner = ranks_again(
+                        self.config, self.model_path, self.reservation, self.log, stop
+                    )
+                train_to_end = load(learner)
+                stop.grace_period, stop.graceful = self.config.runner.grace_period, True
+                if loss_error is None:
+                    seconds = time.monotonic() - start_time
+                    logger.info("started in %.0f s; training to step %d", seconds, total_steps)
+                return learner, train_to_end()
+            except ActorsLost as error:
+                loss_error = error
+            except Interrupted as request:
+                return learner, request
 
 
 def ranks_again(
