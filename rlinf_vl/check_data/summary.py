@@ -9,6 +9,7 @@ import numpy as np
 
 from rlinf_vl.check_data.look import PIXEL_BUDGETS, RowFacts
 from rlinf_vl.config import Config
+from rlinf_vl.config.imitation import row_limit
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.unusable import shorten
 
@@ -43,6 +44,7 @@ def summarize(
 
     Rows are numbers from 0. `problems` are sentences; training would stop for those in `refused`.
     """
+    limit = row_limit(config)
     by_name = {split.name: split for split in splits}
     figures = {split.name: _figures(split, config, model is not None) for split in splits}
     overlap = _overlap(by_name["train"], by_name["val"]) if "val" in by_name else {}
@@ -53,7 +55,7 @@ def summarize(
         "model": model,
         "seconds": round(seconds, 1),
         "limits": {
-            "length": length_limit(config),
+            "length": {"of": limit.subject, "key": limit.key, "value": limit.value},
             "data.max_prompt_length": config.data.max_prompt_length,
             "data.overlong": config.data.overlong,
             "data.image_max_pixels": config.data.image_max_pixels,
@@ -123,23 +125,12 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
             figures["contradictions"].append(group)
     if tokens:
         figures["tokens"] = {
-            length_limit(config)["of"]: _spread([row.tokens for row in facts]),
+            row_limit(config).subject: _spread([row.tokens for row in facts]),
             "text": _spread([row.tokens - _image_tokens(row, 0) for row in facts]),
             "images": _spread([_image_tokens(row, 0) for row in facts if row.images]),
         }
-        figures["budgets"] = _budgets(
-            facts, length_limit(config)["value"], config.data.image_max_pixels
-        )
+        figures["budgets"] = _budgets(facts, row_limit(config).value, config.data.image_max_pixels)
     return figures
-
-
-def length_limit(config: Config) -> dict[str, Any]:
-    """Return what of a row has a limit of tokens (`of`), by which config key, and its value."""
-    if config.data.messages_key is not None:
-        limit = {"of": "conversation", "key": "runner.seq_length"}
-        return limit | {"value": config.runner.seq_length}
-    limit = {"of": "prompt", "key": "data.max_prompt_length"}
-    return limit | {"value": config.data.max_prompt_length}
 
 
 def _image_hashes(row: RowFacts) -> tuple[str, ...]:
@@ -268,11 +259,11 @@ def _refusals(split: Split, figures: Mapping[str, Any], config: Config) -> list[
             f"data.max_bad_rows={data.max_bad_rows:g}; repair them, leave them out, or raise it"
         )
     if figures["too_long"] and data.overlong == "error":
-        limit = length_limit(config)
-        allowed_modes = "drop or cut" if limit["of"] == "prompt" else "drop"
+        limit = row_limit(config)
+        allowed_modes = "drop or cut" if limit.subject == "prompt" else "drop"
         refused.append(
-            f"{key}: {len(figures['too_long'])} {limit['of']}s are longer than "
-            f"{limit['key']}={limit['value']}, and data.overlong is error; raise the first, or set "
+            f"{key}: {len(figures['too_long'])} {limit.subject}s are longer than "
+            f"{limit}, and data.overlong is error; raise the first, or set "
             f"the second to {allowed_modes}"
         )
     # a training step draws a batch of different rows; validation takes whatever there is
@@ -362,7 +353,7 @@ def render(figures: Mapping[str, Any]) -> str:
 
 
 def _render_split(name: str, split: Mapping[str, Any], limit: Mapping[str, Any]) -> list[str]:
-    """Return the lines on a split; `limit` is `length_limit`'s."""
+    """Return the lines on a split; `limit` is that of the figures."""
     bad_rows = split["bad"]
     share = f" ({split['usable'] / split['rows']:.1%})" if split["rows"] else ""
     lines = [

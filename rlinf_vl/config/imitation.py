@@ -3,6 +3,7 @@ sampling needs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.presets import with_presets
@@ -58,6 +59,30 @@ def as_problems(config: Config) -> Config:
         rollout_batch_size=1,
     )
     return replace(config, data=data)
+
+
+class RowLimit(NamedTuple):
+    """The limit on a row's tokens.
+
+    Attributes:
+        subject: what of a row is limited: its prompt, or a whole conversation.
+        key: the config key of the limit.
+        value: tokens.
+    """
+
+    subject: str
+    key: str
+    value: int
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+def row_limit(config: Config) -> RowLimit:
+    """Return the limit on the rows of a config: of prompts, or of conversations to imitate."""
+    if config.data.messages_key is not None:
+        return RowLimit("conversation", "runner.seq_length", config.runner.seq_length)
+    return RowLimit("prompt", "data.max_prompt_length", config.data.max_prompt_length)
 
 
 def imitation_problems(config: Config) -> Iterator[str]:

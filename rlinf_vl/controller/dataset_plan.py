@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from rlinf_vl.config.imitation import RowLimit, row_limit
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.dataset import FilterResult
@@ -103,7 +104,7 @@ def check_rows(
     result = pool.filter_rows(
         split, range(n), partial(progress.phase, f"checking rows of {split}", total=n)
     )
-    overlong = _overlong(result, bound_of_rows(config))
+    overlong = _overlong(result, row_limit(config))
     log.info("%s: %d rows, %s, %d bad", split, n, overlong, len(result.bad))
     if result.text_only:
         row_ids = ", ".join(list(result.text_only.values())[:SHOWN_ROWS])
@@ -139,14 +140,6 @@ def check_rows(
     return result
 
 
-def bound_of_rows(config: Config) -> str:
-    """Return the bound of a row's tokens, as key=value: that of prompts, or of conversations to
-    imitate."""
-    if config.data.messages_key is not None:
-        return f"runner.seq_length={config.runner.seq_length}"
-    return f"data.max_prompt_length={config.data.max_prompt_length}"
-
-
 def _remedy(config: Config, setting: str, setting_of_conversations: str) -> str:
     """Return what to do about rows that are too long."""
     if config.data.messages_key is not None:
@@ -157,12 +150,12 @@ def _remedy(config: Config, setting: str, setting_of_conversations: str) -> str:
     return f"raise data.max_prompt_length (and runner.seq_length), or set {setting}"
 
 
-def _overlong(result: FilterResult, bound: str) -> str:
+def _overlong(result: FilterResult, limit: RowLimit) -> str:
     """Describe the rows that are too long: their number, whether they were cut, and the first
     ones."""
     tokens = result.too_long | {row: n for row, (n, _) in result.cut.items()}
     if not tokens:
-        return f"none longer than {bound}"
+        return f"none longer than {limit}"
     first = ", ".join(f"row {row} has {tokens[row]} tokens" for row in sorted(tokens)[:SHOWN_ROWS])
     n_without_images = sum(bool(images) for _, images in result.cut.values())
     cut = (
@@ -171,19 +164,19 @@ def _overlong(result: FilterResult, bound: str) -> str:
         else ""
     )
     remainder = f", and {len(tokens) - SHOWN_ROWS} more" if len(tokens) > SHOWN_ROWS else ""
-    return f"{len(tokens)} longer than {bound}{cut} ({first}{remainder})"
+    return f"{len(tokens)} longer than {limit}{cut} ({first}{remainder})"
 
 
 def _too_few(config: Config, split: str, n: int, result: FilterResult, bad_file: str) -> str:
     reasons = [f"{len(result.bad)} are bad (see {bad_file})"] if result.bad else []
     if result.too_long:
         tokens = sorted(result.too_long.values())
-        subject, remedy = "prompts", ", and runner.seq_length, or set data.overlong=cut"
-        if config.data.messages_key is not None:
-            subject, remedy = "conversations", ""
+        limit, remedy = row_limit(config), ", and runner.seq_length, or set data.overlong=cut"
+        if limit.subject == "conversation":
+            remedy = ""
         reasons.append(
-            f"{len(tokens)} have {subject} of {tokens[0]} to {tokens[-1]} tokens, above "
-            f"{bound_of_rows(config)}: raise that{remedy}"
+            f"{len(tokens)} have {limit.subject}s of {tokens[0]} to {tokens[-1]} tokens, above "
+            f"{limit}: raise that{remedy}"
         )
     if result.text_only:
         reasons.append(f"{len(result.text_only)} have no image, and data.image_only_mode is true")
