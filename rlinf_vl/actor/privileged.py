@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlinf_vl.types import Group, TokenSequence, Trajectory
+from rlinf_vl.types import Group, TokenSequence, Trajectory, shared_prefix
 
 
 def as_teacher_sees(group: Group, image_token_id: int) -> Group:
@@ -17,11 +17,8 @@ def as_teacher_sees(group: Group, image_token_id: int) -> Group:
         _with_prompt(trajectory) if trajectory.sequences else trajectory
         for trajectory in group.trajectories
     )
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    lengths = [len(trajectory.teacher_prompt) for trajectory in trajectories if trajectory.turns]
-    for sequence in sequences[1:]:
-        lengths.append(sequences[0].shared_length(sequence, image_token_id))
-    return replace(group, trajectories=trajectories, prefix_length=min(lengths, default=0))
+    prefix_length = shared_prefix(trajectories, image_token_id)
+    return replace(group, trajectories=trajectories, prefix_length=prefix_length)
 
 
 def _with_prompt(trajectory: Trajectory) -> Trajectory:

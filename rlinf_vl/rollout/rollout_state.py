@@ -27,6 +27,7 @@ from rlinf_vl.types import (
     TokenSequence,
     Trajectory,
     Turn,
+    shared_prefix,
 )
 
 
@@ -279,15 +280,10 @@ class RolloutGroup:
             if episode.corrupted_images:
                 trajectory = episode.corrupted_images.undone(trajectory)
             trajectories.append(trajectory)
-        # The prefix that all sequences share lies within the first prompts.
-        sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-        lengths = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
-        for sequence in sequences[1:]:
-            lengths.append(sequences[0].shared_length(sequence, image_token_id))
         return Group(
             group_id,
             self.problem.id,
-            min(lengths, default=0),
+            shared_prefix(trajectories, image_token_id),
             tuple(trajectories),
             self.problem.answer,
             self.corrupted_images.by_hash if self.corrupted_images else {},

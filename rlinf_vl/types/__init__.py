@@ -22,11 +22,17 @@ from rlinf_vl.types.problem import (
 )
 from rlinf_vl.types.summary import GroupSummary, TrajectorySummary
 from rlinf_vl.types.training import MicroBatch, Prices, RowPart
-from rlinf_vl.types.trajectory import TokenSequence, Trajectory, Turn, distinct_tokens
+from rlinf_vl.types.trajectory import (
+    TokenSequence,
+    Trajectory,
+    Turn,
+    distinct_tokens,
+    shared_prefix,
+)
 
 __all__ = [
     "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary",
     "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Reference",
     "Request", "RowPart", "Sample", "SamplingParams", "TokenSequence", "Trajectory",
-    "TrajectorySummary", "Turn", "UNGRADABLE", "distinct_tokens",
+    "TrajectorySummary", "Turn", "UNGRADABLE", "distinct_tokens", "shared_prefix",
 ]  # fmt: skip

@@ -111,6 +111,16 @@ def distinct_tokens(sequences: Sequence[TokenSequence], image_token_id: int) -> 
     return total
 
 
+def shared_prefix(trajectories: "Sequence[Trajectory]", image_token_id: int) -> int:
+    """Return the length of the prefix that all sequences share and that lies within every first
+    prompt, in tokens; 0 without any."""
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    lengths = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
+    for sequence in sequences[1:]:
+        lengths.append(sequences[0].shared_length(sequence, image_token_id))
+    return min(lengths, default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One answer of the policy: tokens `start` … `end` of `Trajectory.sequences[sequence]`.
