@@ -1,5 +1,6 @@
 """The check of one agent: the episodes that it plays, and what each of them breaks."""
 
+import asyncio
 import random
 import statistics
 import threading
@@ -82,6 +83,7 @@ class AgentCheck(Findings):
     def __post_init__(self) -> None:
         self._processor = scripted_processor()
         self._renderer = Renderer(self._processor)
+        self._closing_endpoints: list[asyncio.Future[None]] = []
 
     async def play(self, problems: Sequence[Problem]) -> None:
         """Play all episodes of each problem."""
@@ -107,6 +109,7 @@ class AgentCheck(Findings):
                     f"stopped after {MAX_HUNG} agents that did not end, or {MAX_SECONDS:.0f} s"
                 )
                 break
+        await asyncio.gather(*self._closing_endpoints)
         self._check_history()
 
     async def play_episode(
@@ -142,7 +145,8 @@ class AgentCheck(Findings):
         finally:
             await player.close_group(group)
             player.endpoint.close()
-            await player.endpoint.wait_closed()
+            # uvicorn ends within 0.2 s, which the next episode need not wait for.
+            self._closing_endpoints.append(asyncio.ensure_future(player.endpoint.wait_closed()))
         first_prompt = None
         if engine.requests:
             first_prompt = _prompt_key(engine.requests[0])

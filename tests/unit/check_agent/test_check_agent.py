@@ -113,7 +113,8 @@ BROKEN = {
         "it did not end within 5 s (rollout.agent.timeout)",
     ),
     "blocks": (
-        "async def solve(task, client):\n    time.sleep(2.5); await talk(client, task.messages)",
+        "blocked = []\nasync def solve(task, client):\n"
+        "    time.sleep(0 if blocked else 2.5); blocked.append(1); await talk(client, task.messages)",
         "it kept the event loop for more than 1 s",
     ),
     "images": (
@@ -179,7 +180,7 @@ def test_what_is_broken_is_told_in_a_sentence(case, tmp_path, capsys):
     if case in ("refusals", "raises", "blocks"):
         assert f"{tmp_path / 'agent.py'}, line " in out
     if case == "blocks":
-        assert f"{tmp_path / 'agent.py'}, line 27)" in out, out
+        assert f"{tmp_path / 'agent.py'}, line 28)" in out, out
 
 
 @pytest.mark.slow
