@@ -119,18 +119,11 @@ def work(
 
 def measure(size: int, folder: str, options: argparse.Namespace) -> tuple[float, int, int, float]:
     """(loss, bytes kept, bytes at most, seconds), the largest of any rank."""
-    context = mp.get_context("spawn")
-    out = context.Queue()
+    out = mp.get_context("spawn").SimpleQueue()
     store, address = listen("127.0.0.1")  # `store`: listens while it is referenced
-    ranks = [
-        context.Process(target=work, args=(r, size, address, folder, options, out))
-        for r in range(size)
-    ]
-    for process in ranks:
-        process.start()
-    found = [out.get(timeout=3600) for _ in ranks]
-    for process in ranks:
-        process.join()
+    # Ends the other ranks where one has failed.
+    mp.spawn(work, (size, address, folder, options, out), nprocs=size)
+    found = [out.get() for _ in range(size)]
     losses = {round(loss, 4) for _, loss, *_ in found}
     assert len(losses) == 1, f"ranks differ: {losses}"
     kept, peak, seconds = (max(x[i] for x in found) for i in (2, 3, 4))
