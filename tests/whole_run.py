@@ -13,6 +13,8 @@ from typing import Any
 import pandas as pd
 import psutil
 
+from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+
 FIXED_METRICS = {
     "reward/mean", "reward/std", "reward/zero_std_groups", "actor/loss", "actor/grad_norm", "actor/entropy",
     "actor/clip_fraction", "actor/rollout_train_kl", "actor/rollout_train_k3", "actor/rollout_train_abs_diff_mean",
@@ -26,8 +28,10 @@ FIXED_METRICS = {
 LOCAL = "cluster.backend=local"
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Toy that an agent of the examples can play → its supervised steps, and the agent.
-AGENT_TOYS = {"toy-maze": (80, "maze"), "toy-tool": (90, "rectangle_tool")}
+#: Toy → supervised steps after which its answers have the right form, and some of them are right.
+SUPERVISED = {"toy-maze": 160, "toy-tool": 90, "toy-browser": 120}
+#: Toy that an agent of the examples can play → the agent.
+AGENT_TOYS = {"toy-maze": "maze", "toy-tool": "rectangle_tool"}
 
 
 def marked(mark: dict[str, str]) -> list[psutil.Process]:
@@ -144,20 +148,15 @@ def comparable(folder: Path) -> dict[int, dict]:
 def played_run(
     folder: Path,
     toy: str,
-    supervised: int,
     steps: int,
     *overrides: str,
     recipe: str = "",
-    model: Path | None = None,
 ) -> Path:
     """The folder of a whole run of `recipe` (`toy`-cpu unless named) with so many steps, in one process, from a checkpoint of `toy`
-    with so many steps of its warm start, which is made in `model` where it is not there. All trajectories are recorded."""
+    that knows the form of answers (`SUPERVISED`) or nothing yet. It is made once and kept in the cache. All trajectories are
+    recorded."""
     recipe = recipe or f"{toy}-cpu"
-    from rlinf_vl.toy.model import build_toy_checkpoint
-
-    model = model or folder / "model"
-    if not model.exists():
-        build_toy_checkpoint(model, progress=False, toy=toy, steps=supervised)
+    model = toy_checkpoint_path(toy, steps=SUPERVISED.get(toy, 1), progress=False)
     command = [sys.executable, "-m", "rlinf_vl", "train", recipe, f"runner.output_dir={folder}"]
     command += [
         f"rollout.model.model_path={model}",

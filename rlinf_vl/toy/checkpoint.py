@@ -14,26 +14,31 @@ def toy_checkpoint_path(
     toy: str = "toy",
     *,
     seed: int = task.DEFAULT_SEED,
+    steps: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Path:
     """Return the folder of a task's checkpoint, which is built on first use.
 
     It lies under `cache_root(cache_dir)`.
+
+    Args:
+        toy: name of the task.
+        seed: seed of the random weights and of the demonstrations.
+        steps: supervised steps of the warm start; None for the number of the task.
+        cache_dir: root of the cache; None for the user's.
+        progress: whether to show a progress bar on the terminal.
     """
     # The folder's name has a hash of the sources, so that a change of them builds a new checkpoint.
     builder_sources = (
         str(Path(__file__).with_name(name)) for name in ("task.py", "files.py", "model.py")
     )
-    target = (
-        cache_root(cache_dir)
-        / f"{toy}-{source_version(*task.toy_of(toy).sources, *builder_sources)}"
-        / f"checkpoint-seed{seed}"
-    )
+    version = source_version(*task.toy_of(toy).sources, *builder_sources)
+    name = f"checkpoint-seed{seed}" if steps is None else f"checkpoint-seed{seed}-steps{steps}"
 
     def build(folder: Path) -> None:
         from rlinf_vl.toy.model import build_toy_checkpoint
 
-        build_toy_checkpoint(folder, seed, progress, toy=toy)
+        build_toy_checkpoint(folder, seed, progress, toy=toy, steps=steps)
 
-    return build_once(target, build)
+    return build_once(cache_root(cache_dir) / f"{toy}-{version}" / name, build)

@@ -12,7 +12,7 @@ from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 2
+STEPS, GROUPS = 2, 6
 DISCOUNT = 0.5
 
 
@@ -24,8 +24,8 @@ def run(tmp_path_factory) -> Path:
         return played_run(
             tmp_path_factory.mktemp("paid"),
             "toy-maze",
-            80,
             STEPS,
+            f"data.rollout_batch_size={GROUPS}",
             "rollout.env_class=single_turn",
             f"rollout.agent.function={ROOT / 'tests/scripted_agents.py'}:paid_walk",
             "algorithm.credit=turn",
@@ -37,7 +37,7 @@ def run(tmp_path_factory) -> Path:
 def table(run: Path) -> pd.DataFrame:
     """Return the recorded training trajectories, with lists of their turns' rewards and advantages."""
     table = pd.read_parquet(run / "trajectories").query("split == 'train'")
-    assert len(table) == STEPS * 128 and table.error.isna().all()
+    assert len(table) == STEPS * 8 * GROUPS and table.error.isna().all()
     turns = [json.loads(text)["turns"] for text in table.turns]
     for name in ("reward", "advantage"):
         table[f"turn_{name}s"] = [[turn[name] for turn in facts] for facts in turns]

@@ -21,7 +21,8 @@ from whole_run import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 3
+STEPS, GROUPS = 2, 6
+SIZE = f"data.rollout_batch_size={GROUPS}"
 AGENT = agent_overrides("maze")
 #: At 1.0 the ids of the tail, each of a probability near 1e-5, cut the cumulative sum from which
 #: tokens are drawn into hundreds of pieces. A last digit then decides on a token in one run of two.
@@ -47,7 +48,7 @@ def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
     """Skip where a last digit, which depends on who shares a batch, has decided on a token.
 
     The first update from such a trajectory makes the weights of both runs differ, so only the
-    first step with other tokens tells a fault: at most four of its 128 trajectories may have them.
+    first step with other tokens tells a fault: at most four of its 48 trajectories may have them.
     """
     ours, theirs = map(trajectories_of, runs)
     assert ours.index.equals(theirs.index)
@@ -63,11 +64,11 @@ def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
 @pytest.fixture(scope="module", params=AGENT_TOYS)
 def runs(request, tmp_path_factory) -> tuple[Path, Path]:
     """The folders of the run that an agent plays, and of the one that the environment plays."""
-    toy, (supervised, agent) = request.param, AGENT_TOYS[request.param]
+    toy, agent = request.param, AGENT_TOYS[request.param]
     folders = []
     for name, overrides in (("agent", agent_overrides(agent)), ("environment", ())):
         folder = tmp_path_factory.mktemp(name)
-        folders.append(played_run(folder, toy, supervised, STEPS, COLD, *overrides))
+        folders.append(played_run(folder, toy, STEPS, SIZE, COLD, *overrides))
     return folders[0], folders[1]
 
 
@@ -84,7 +85,7 @@ def test_an_agents_trajectories_are_the_environments(runs) -> None:
     skip_if_a_digit_decided(runs)
     ours, theirs = map(trajectories_of, runs)
     assert ours.index.equals(theirs.index) and ours.loc["train"].error.isna().all()
-    assert len(ours.loc["train"]) == STEPS * 128 and ours.loc["train"].reward.nunique() > 1
+    assert len(ours.loc["train"]) == STEPS * 8 * GROUPS and ours.loc["train"].reward.nunique() > 1
     for column in ("response_ids", "response_mask", "weight_versions", "images"):
         for own, other in zip(ours[column], theirs[column], strict=True):
             np.testing.assert_array_equal(own, other, err_msg=column)
@@ -94,8 +95,9 @@ def test_an_agents_trajectories_are_the_environments(runs) -> None:
         ours_flat, theirs_flat = (
             np.concatenate(table.loc["train"][column].tolist()) for table in (ours, theirs)
         )
-        assert np.isfinite(ours_flat).sum() > STEPS * 128
-        np.testing.assert_allclose(ours_flat, theirs_flat, rtol=0, atol=2e-5, err_msg=column)
+        assert np.isfinite(ours_flat).sum() > STEPS * 8 * GROUPS
+        # After an update the weights differ in their last digits, too.
+        np.testing.assert_allclose(ours_flat, theirs_flat, rtol=0, atol=1e-4, err_msg=column)
     turn_counts = set()
     for own_text, other_text in zip(ours.turns, theirs.turns, strict=True):
         own_turns, other_turns = json.loads(own_text)["turns"], json.loads(other_text)["turns"]
@@ -120,7 +122,7 @@ def test_an_agents_calls_are_metrics(runs) -> None:
 @pytest.mark.parametrize("overrides", [AGENT, ("rollout.env_processes=1",)], ids=["agent", "env"])
 def test_users_code_in_processes_trains_on_ray(tmp_path, overrides) -> None:
     """Not compared digit by digit: which requests share a batch depends on when they arrive."""
-    folder = played_run(tmp_path, "toy-maze", 80, STEPS, *overrides, "cluster.backend=ray")
+    folder = played_run(tmp_path, "toy-maze", STEPS, SIZE, *overrides, "cluster.backend=ray")
     rows = metrics_of(folder)
     assert_engine_and_trainer_agree(rows, STEPS)
     for row in rows[1:]:

@@ -37,7 +37,7 @@ def test_a_run_learns_from_what_pages_pay(tmp_path: Path) -> None:
         "data.rollout_batch_size=4",
         "data.val_samples=4",
     )
-    run = played_run(tmp_path, "toy-maze", 1, 1, *overrides)
+    run = played_run(tmp_path, "toy-maze", 1, *overrides)
     rows = metrics_of(run)
     assert_engine_and_trainer_agree(rows, 1)
     assert rows[1]["env/success"] == pytest.approx(rows[1]["reward/mean"])
@@ -51,11 +51,10 @@ def test_a_run_learns_from_what_pages_pay(tmp_path: Path) -> None:
 
 
 def test_the_toy_clicks_in_a_browser(tmp_path: Path) -> None:
-    """After 120 supervised steps the model writes calls, and seldom where the buttons are."""
+    """The model writes calls, and seldom where the buttons are."""
     run = played_run(
         tmp_path,
         "toy-browser",
-        120,
         1,
         "algorithm.group_size=4",
         "data.rollout_batch_size=8",

@@ -14,7 +14,7 @@ def test_engine_and_trainer_agree_over_updates_of_gated_delta_nets(tmp_path):
         "data.rollout_batch_size=4",
     )
     rows = metrics_of(
-        played_run(tmp_path, "toy-qwen3_5", 1, 2, *overrides, recipe="toy-grpo-cpu-qwen3_5")
+        played_run(tmp_path, "toy-qwen3_5", 2, *overrides, recipe="toy-grpo-cpu-qwen3_5")
     )
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:

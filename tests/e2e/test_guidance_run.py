@@ -13,7 +13,7 @@ def test_a_teacher_papo_and_corrupted_images_in_one_run(tmp_path, toy_folder):
         f"algorithm.distillation.teacher_path={toy_folder}", "algorithm.papo={weight: 0.01, entropy_weight: 0.03}",
         "algorithm.image_corruption.share=0.5", "algorithm.n_minibatches=2", "data.rollout_batch_size=4",
     )  # fmt: skip
-    run = played_run(tmp_path, "toy", 1, 2, *overrides, recipe="toy-grpo-cpu")
+    run = played_run(tmp_path, "toy", 2, *overrides, recipe="toy-grpo-cpu")
     for row in metrics_of(run)[1:]:
         assert (
             row["actor/grad_norm"] > 0

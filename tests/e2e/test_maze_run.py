@@ -16,19 +16,19 @@ from rlinf_vl.toy.maze import Position
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-STEPS = 3
+STEPS, GROUPS = 2, 6
 WEIGHT, DISCOUNT = 0.5, 0.9
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """After 80 supervised steps the model writes answers in the right form, but walks blindly: it is there one time in twenty."""
+    """The model writes answers in the right form, and is there one time in five."""
     folder = tmp_path_factory.mktemp("maze")
     return played_run(
         folder,
         "toy-maze",
-        80,
         STEPS,
+        f"data.rollout_batch_size={GROUPS}",
         "actor.optim.lr_warmup_steps=0",
         f"algorithm.state_advantage_weight={WEIGHT}",
         f"algorithm.turn_discount={DISCOUNT}",
@@ -59,7 +59,7 @@ def test_what_the_environment_measures_are_metrics(rows: list[dict]) -> None:
 
 def test_every_turn_shows_the_state_that_it_is_answered_in(run: Path) -> None:
     table = pd.read_parquet(run / "trajectories").query("split == 'train'")
-    assert len(table) == STEPS * 128
+    assert len(table) == STEPS * 8 * GROUPS
     pictures = {
         path: np.asarray(Image.open(run / path))
         for path in {path for paths in table.images for path in paths}

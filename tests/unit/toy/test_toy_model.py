@@ -260,14 +260,16 @@ def test_generation_looks_at_the_picture(checkpoint: Path, tokenizer, processor)
 def test_checkpoint_path_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
 
-    def build(folder: Path, seed: int, progress: bool, toy: str) -> None:
-        built.append((toy, seed, progress))
+    def build(folder: Path, seed: int, progress: bool, toy: str, steps: int | None) -> None:
+        built.append((toy, seed, progress, steps))
         Path(folder).mkdir()
 
     monkeypatch.setattr(toy, "build_toy_checkpoint", build)
     path = toy_checkpoint_path(seed=5, cache_dir=tmp_path, progress=False)
     assert path == toy_checkpoint_path(seed=5, cache_dir=tmp_path)
-    assert path.is_dir() and built == [("toy", 5, False)]
+    early = toy_checkpoint_path(seed=5, steps=2, cache_dir=tmp_path, progress=False)
+    assert path.is_dir() and early.is_dir() and path != early
+    assert built == [("toy", 5, False, None), ("toy", 5, False, 2)]
 
 
 def test_what_is_planted_is_said_openly(checkpoint: Path) -> None:
