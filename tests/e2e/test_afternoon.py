@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from whole_run import LOCAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -146,6 +147,7 @@ def test_the_afternoon(afternoon):
         afternoon,
         "train",
         "shapes.yaml",
+        LOCAL,
         "runner.experiment_name=longer",
         "runner.max_steps=2",
         "reward.functions=[{function: math}]",
@@ -160,6 +162,7 @@ def test_the_afternoon(afternoon):
         afternoon,
         "train",
         "runs/shapes/config.yaml",
+        LOCAL,
         "runner.resume_dir=auto",
         "runner.max_steps=6",
     )

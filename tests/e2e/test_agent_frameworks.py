@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
 from framework_agent import FOLDER
+from fresh_environment import python_with
 from whole_run import metrics_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,16 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def frameworks_python(tmp_path_factory) -> Path:
-    """The Python of an environment that has the frameworks; the test is skipped where none can be fetched."""
-    folder = tmp_path_factory.mktemp("frameworks")
-    venv.create(folder, with_pip=True)
-    python = folder / "bin/python"
     requirements = FOLDER / "requirements.txt"
-    install = [str(python), "-m", "pip", "install", "-q", "-r", str(requirements)]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        pytest.skip(f"the frameworks can't be installed: {done.stderr[-300:]}")
-    return python
+    return python_with(tmp_path_factory.mktemp("frameworks"), "-r", str(requirements))
 
 
 def test_five_frameworks_train(frameworks_python, tmp_path):
@@ -38,8 +30,8 @@ def test_five_frameworks_train(frameworks_python, tmp_path):
         "runner.save_interval=-1",
         "runner.seq_length=4096",
         "runner.max_tokens_per_mbs=8192",
-        "data.rollout_batch_size=2",
-        "algorithm.group_size=8",
+        "data.rollout_batch_size=1",
+        "algorithm.group_size=6",
         f"rollout.agent.command=[{frameworks_python},{ROOT / 'tests/framework_agent.py'}]",
         "rollout.agent.max_concurrent=3",
     ]

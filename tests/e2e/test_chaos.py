@@ -1,4 +1,4 @@
-"""Whole runs on three hosts that are struck at random; .ci/run has them, the other tests leave them out (they take ten minutes).
+"""Whole runs on three hosts that are struck at random; .ci/run has them, the other tests leave them out (they take five minutes).
 
 RLINF_VL_CHAOS_MINUTES: how long each run is struck, such as 30; without it, as short as stands beside each.
 """
@@ -40,7 +40,7 @@ def strike(folder, default_minutes: str, *arguments: str) -> None:
 
 
 def test_a_run_that_is_struck_ends_as_one_that_is_left_alone(tmp_path):
-    strike(tmp_path, "5")
+    strike(tmp_path, "2")
 
 
 @pytest.mark.skipif(

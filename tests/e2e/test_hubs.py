@@ -7,10 +7,10 @@ import subprocess
 import sysconfig
 import time
 import urllib.request
-import venv
 from pathlib import Path
 
 import pytest
+from fresh_environment import python_with
 from whole_run import metrics_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,33 +24,24 @@ IN_PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-def python_with(folder: Path, *packages: str) -> str:
-    """A Python with packages beside those of this one; skips where they can't be fetched."""
-    venv.create(folder, with_pip=True)
-    python = folder / "bin/python"
+def python_beside(folder: Path, *packages: str) -> str:
+    """A Python with packages beside those of this one."""
+    python = python_with(folder, *packages)
     command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     own_packages = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # Behind its own: what it installs itself comes first.
     Path(own_packages.strip(), "tests.pth").write_text(sysconfig.get_path("purelib"))
-    # pip tries versions for minutes before it finds those that 0.1.14 goes with; uv for seconds.
-    for install in (
-        [str(python), "-m", "pip", "install", "-q", "uv"],
-        [str(folder / "bin/uv"), "pip", "install", "-q", "--python", str(python), *packages],
-    ):
-        done = subprocess.run(install, capture_output=True, text=True, timeout=900)
-        if done.returncode:
-            pytest.skip(f"the packages can't be installed: {done.stderr[-300:]}")
     return str(python)
 
 
 @pytest.fixture(scope="module")
 def hub_python(tmp_path_factory) -> str:
-    return python_with(tmp_path_factory.mktemp("hubs"), *PACKAGES)
+    return python_beside(tmp_path_factory.mktemp("hubs"), *PACKAGES)
 
 
 @pytest.fixture(scope="module")
 def oldest_python(tmp_path_factory) -> str:
-    return python_with(tmp_path_factory.mktemp("oldest"), *OLDEST)
+    return python_beside(tmp_path_factory.mktemp("oldest"), *OLDEST)
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ OVERRIDES = (
     "runner.save_interval=2",
     "runner.val_check_interval=3",
     "data.val_samples=16",
-    "data.rollout_batch_size=8",
+    "data.rollout_batch_size=4",
     "runner.heartbeat_timeout=6",
     "algorithm.n_minibatches=2",
     "runner.max_tokens_per_mbs=600",  # many micro-batches, and
-    "rollout.max_running_requests=16",  # slow generation: both are easily struck in the middle
+    "rollout.max_running_requests=8",  # slow generation: both are easily struck in the middle
 )
 
 

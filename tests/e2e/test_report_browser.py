@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from unit.observe.branches import make_branches
 from unit.observe.conversations import make_conversations
 from unit.observe.test_report import HOSTILE, make_run
-from whole_run import Run
+from whole_run import LOCAL, Run
 
 from rlinf_vl.observe.alarms import ALARMS
 from rlinf_vl.report import build_report
@@ -920,7 +920,8 @@ def test_ten_thousand_trajectories_open_in_two_seconds(browser, tmp_path):
 
 @pytest.mark.slow
 def test_the_toy_runs_own_report(browser, tmp_path):
-    run = Run(tmp_path, "runner.max_steps=4", "runner.val_check_interval=2", "data.val_samples=24")
+    overrides = ("runner.max_steps=4", "runner.val_check_interval=2", "data.val_samples=24", LOCAL)
+    run = Run(tmp_path, *overrides)
     run.finish()
     seconds = browser.open(run.folder / "report.html")
     assert seconds < 2

@@ -11,11 +11,11 @@ from rlinf_vl.observe.spans import read_spans
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-STEPS = 8
+STEPS = 6
 APART = (
     "cluster.component_placement={actor: 0, rollout: 1}",
     f"runner.max_steps={STEPS}",
-    "runner.val_check_interval=4",
+    "runner.val_check_interval=3",
     "data.val_samples=16",
     "data.rollout_batch_size=6",
     "algorithm.group_size=4",

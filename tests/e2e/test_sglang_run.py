@@ -86,13 +86,24 @@ def assert_all_gone(mark: dict[str, str]) -> None:
     assert not left
 
 
-def test_a_run_trains_and_its_numbers_agree(tmp_path):
-    run, mark = start(tmp_path, "runner.max_steps=3")
+def strike(
+    run: subprocess.Popen, mark: dict[str, str], folder: Path, number: signal.Signals, code: int
+) -> None:
+    """Send a run a signal after its third step: it ends with this code, and with all its processes."""
     try:
-        assert run.wait(STARTED) == 0, (tmp_path / "output").read_text()
+        wait_until(lambda: len(metrics(folder)) > 3, run, folder)
+        assert "sglang::scheduler" in commands(mark) and "ray::ActorRank" in commands(mark)
+        run.send_signal(number)
+        assert run.wait(timeout=60) == code
     finally:
         run.kill()
-    rows = metrics(tmp_path)
+    assert_all_gone(mark)
+
+
+def test_a_run_trains_and_its_numbers_agree_and_interrupted_it_leaves_no_process(tmp_path):
+    run, mark = start(tmp_path)
+    strike(run, mark, tmp_path, signal.SIGINT, 128 + signal.SIGINT)
+    rows = metrics(tmp_path)[:4]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows[1:]:
         assert row.keys() >= FIXED_METRICS
@@ -104,21 +115,8 @@ def test_a_run_trains_and_its_numbers_agree(tmp_path):
     ]
     assert versions == [(0, 0), (1, 1), (2, 2)]
     assert rows[1]["mismatch/one_image"] <= 1e-4 < rows[1]["mismatch/blank_images"]
-    assert_all_gone(mark)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)],
-    ids=["SIGINT", "SIGKILL"],
-)
-def test_a_run_that_is_interrupted_or_killed_leaves_no_process(tmp_path, number, code):
+def test_a_run_that_is_killed_leaves_no_process(tmp_path):
     run, mark = start(tmp_path)
-    try:
-        wait_until(lambda: len(metrics(tmp_path)) > 2, run, tmp_path)
-        assert "sglang::scheduler" in commands(mark) and "ray::ActorRank" in commands(mark)
-        run.send_signal(number)
-        assert run.wait(timeout=60) == code
-    finally:
-        run.kill()
-    assert_all_gone(mark)
+    strike(run, mark, tmp_path, signal.SIGKILL, -signal.SIGKILL)

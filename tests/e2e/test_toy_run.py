@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from whole_run import FIXED_METRICS, Run
+from whole_run import FIXED_METRICS, LOCAL, Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -248,7 +248,7 @@ def test_real_geometry_runs_through(tmp_path, geo3k_dir):
         "runner.max_steps=2",
         "data.rollout_batch_size=8",
         "data.val_samples=16",
-        "cluster.component_placement={actor: 0-1, rollout: 2}",  # disaggregated
+        LOCAL,
     )
     rows = metrics(tmp_path)
     assert len(rows) == 3 and rows[-1]["rollout/errors"] == 0
