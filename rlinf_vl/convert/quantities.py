@@ -327,7 +327,17 @@ def sampling_kit(q: Quantities) -> Iterator[Derived]:
 
 def teacher(q: Quantities) -> Iterator[Derived]:
     """Yield on-policy distillation."""
-    if not q("teacher_on") or not q.has("teacher_path"):
+    settings = q("teacher_models") or {}
+    if not isinstance(settings, Mapping):
+        q.refused["teacher_models"] = f"{settings!r} names no teachers"
+        return
+    # By its name in the file; settings beside paths and labels are of its engine.
+    paths = {
+        key.removesuffix(".model_path"): str(path)
+        for key, path in settings.items()
+        if key.endswith(".model_path") and path
+    }
+    if not q("teacher_on") or not paths:
         return
     prefix = "algorithm.distillation"
     if q("teacher_loss") not in ("k1", "kl"):
@@ -335,7 +345,12 @@ def teacher(q: Quantities) -> Iterator[Derived]:
             f"{q('teacher_loss')}: the reverse KL (k1) is what a teacher teaches here, or over "
             f"{prefix}.top_k"
         )
-    yield Derived(f"{prefix}.teacher_path", str(q("teacher_path")))
+    if len(paths) == 1:
+        yield Derived(f"{prefix}.teacher_path", *paths.values())
+    else:
+        by_label = {str(settings.get(f"{name}.key", name)): path for name, path in paths.items()}
+        yield Derived(f"{prefix}.teachers", by_label)
+        yield Derived(f"{prefix}.teacher_key", q("teacher_key"))
     yield Derived(f"{prefix}.weight", q.number("teacher_weight", 1.0))
     yield Derived(f"{prefix}.reward_weight", 1.0 if q("teacher_and_reward", True) else 0.0)
 

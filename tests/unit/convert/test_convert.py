@@ -284,25 +284,53 @@ def test_a_share_of_warm_up_needs_the_runs_length():
     assert refused.key == ratio and "actor.optim.lr_warmup_steps" in refused.text
 
 
-def test_one_teacher_is_taken_and_another_refused():
-    teachers = {
-        f"distillation.teacher_models.{name}.model_path": f"owner/{name}"
-        for name in ("math", "maps")
-    }
-    said = {
-        "distillation.enabled": True,
-        "distillation.distillation_loss.loss_mode": "k1",
-        **teachers,
-    }
-    made = convert(
-        table("verl"),
-        said | {"distillation.distillation_loss.use_task_rewards": False},
-        lambda _: None,
-        "x",
-    )
+DISTILLED = {
+    "distillation.enabled": True,
+    "distillation.distillation_loss.loss_mode": "k1",
+    "distillation.distillation_loss.use_task_rewards": False,
+}
+
+
+def test_one_teacher_teaches_all_rows():
+    model = "distillation.teacher_models.teacher_model"
+    said = DISTILLED | {f"{model}.model_path": "owner/math", f"{model}.inference.name": "vllm"}
+    made = convert(table("verl"), said, lambda _: None, "x")
     assert made.written["algorithm.distillation.teacher_path"] == "owner/math"
     assert made.written["algorithm.distillation.reward_weight"] == 0.0
-    assert [o.value for o in made.of("refused") if "teacher" in o.key] == ["owner/maps"]
+    assert "algorithm.distillation.teachers" not in made.written
+    assert "algorithm.distillation.teacher_key" not in made.written
+    assert not [
+        o for o in made.outcomes.values() if "teacher" in o.key and o.kind in ("refused", "unknown")
+    ]
+
+
+@pytest.mark.parametrize("column", [None, "kind"])
+def test_several_teachers_teach_the_rows_of_their_labels(column):
+    said = DISTILLED | {
+        "distillation.teacher_models.math.model_path": "owner/math",
+        "distillation.teacher_models.math.key": "openai/gsm8k",
+        "distillation.teacher_models.math.num_replicas": 2,
+        "distillation.teacher_models.maps.model_path": "owner/maps",
+    }
+    if column:
+        said["distillation.teacher_key"] = column
+    made = convert(table("verl"), said, lambda _: None, "x")
+    assert made.written["algorithm.distillation.teachers"] == {
+        "openai/gsm8k": "owner/math",
+        "maps": "owner/maps",
+    }
+    assert made.written["algorithm.distillation.teacher_key"] == (column or "data_source")
+    assert "algorithm.distillation.teacher_path" not in made.written
+    assert not [
+        o for o in made.outcomes.values() if "teacher" in o.key and o.kind in ("refused", "unknown")
+    ]
+
+
+def test_gdpo_is_refused_with_what_it_is_here():
+    said = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_weights": [1.0, 0.5]}
+    made = convert(table("verl"), said, lambda _: None, "x")
+    reasons = {o.key: o.text for o in made.of("refused")}
+    assert all("algorithm.reward_normalization=per_reward" in reasons[key] for key in said)
 
 
 @pytest.mark.parametrize(
