@@ -212,6 +212,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.check_data import main
 
             return main.main(arguments)
+        case "prove-family":
+            from rlinf_vl.prove.main import main as prove_family
+
+            return prove_family(arguments)
         case "doctor":
             from rlinf_vl.preflight import doctor
 

@@ -264,6 +264,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     argument = verb(
+        "prove-family",
+        "compare every path of a model's family with transformers, with a tiny random member of it",
+    )
+    argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a folder, a model on the hub, or a model type of transformers, such as qwen3_vl",
+    )
+    argument(
+        "--family",
+        metavar="FILE.py:NAME",
+        help="a family of your own, as rollout.model.model_type names it (default: the config's)",
+    )
+    argument(
+        "--vision-tower",
+        metavar="PATH",
+        help="as actor.model.vlm.vision_encoder_attr, with --text-model",
+    )
+    argument(
+        "--text-model",
+        metavar="PATH",
+        help="as actor.model.vlm.language_model_attr, with --vision-tower",
+    )
+    argument("--paths", metavar="A,B", help="these paths alone (default: all)")
+    argument("--output", metavar="FILE.json", help="where the certificate is written")
+
+    argument = verb(
         "check-reward", "try a reward function on good, bad and hostile answers; say what it pays"
     )
     argument(

@@ -92,6 +92,17 @@ def blank_image(config: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros((merge * merge, width), np.float32), np.array([[1, merge, merge]])
 
 
+def processor_settings(config: Any) -> dict[str, Any]:
+    """Return the preprocessor_config.json of `QwenImages` that follows from a model's config."""
+    vision = config.vision_config
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+
+
 def token_side(config: Mapping[str, Any]) -> int:
     """Return the side in pixels of the square of an image token: `Family.token_side`."""
     merge_size = config.get("merge_size") or config.get("spatial_merge_size") or 2

@@ -39,6 +39,9 @@ ROOMS = {
     "toy": {"config", "data", "envs", "models", "runtime"},
     "check_agent": {"agents", "config", "data", "engines", "models", "rewards", "rollout", "toy"},
     "check_data": {"config", "data", "envs", "models", "preflight", "rollout", "runtime", "toy"},
+    "prove": {
+        "actor", "config", "controller", "data", "engines", "models", "observe", "packing", "transport",
+    },
     "report": {"config", "observe", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "weights",

@@ -1,0 +1,136 @@
+"""The verb `prove-family`: proves the paths of a checkpoint's family, and shows the outcomes."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import AutoConfig, PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from rlinf_vl.errors import ConfigError, nearest
+from rlinf_vl.models.families import FAMILIES, family_at, family_of
+from rlinf_vl.models.family import Family
+from rlinf_vl.prove.certificate import Outcome, outcomes_of, write_certificate
+from rlinf_vl.prove.member import member_of
+from rlinf_vl.prove.proofs import Proofs
+from rlinf_vl.user_code import CodeError, is_code
+
+STYLES = {"proven": "green", "wrong": "bold red", "refused": "yellow"}
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prove a family; return 0 unless a path is wrong, else 1.
+
+    Raises:
+        ConfigError: the checkpoint or its family can't be found, or a path is unknown.
+    """
+    disable_progress_bar()
+    console = Console()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the number of threads changes the order of sums
+    try:
+        with _checkpoint_folder(arguments.checkpoint) as folder:
+            config = _config_of(arguments.checkpoint)
+            family = _family(arguments, config)
+            proofs = Proofs(member_of(family, config, folder))
+            chosen = _chosen_paths(arguments.paths, proofs)
+            outcomes: list[Outcome] = []
+            for outcome in outcomes_of(proofs, chosen.__contains__):
+                outcomes.append(outcome)
+                mark = f"[{STYLES[outcome.status]}]{outcome.status}[/]"
+                print(f"{len(outcomes)}/{len(chosen)} {outcome.path}", file=sys.stderr)
+                if outcome.reason and outcome.status == "wrong":
+                    console.print(f"{mark} {outcome.path}: {escape(outcome.reason)}")
+    finally:
+        torch.set_num_threads(threads)
+    console.print(_table(config.model_type, outcomes))
+    if arguments.output is not None:
+        file = Path(arguments.output)
+        write_certificate(file, arguments.checkpoint, proofs.member.config.to_dict(), outcomes)
+        console.print(f"the certificate is in {file}")
+    wrong = [outcome.path for outcome in outcomes if outcome.status == "wrong"]
+    if wrong:
+        console.print(f"{config.model_type} is not computed as in transformers: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+@contextmanager
+def _checkpoint_folder(checkpoint: str) -> Iterator[Path]:
+    """Yield the folder of the image processor: the checkpoint's, else an empty one."""
+    if Path(checkpoint, "preprocessor_config.json").is_file():
+        yield Path(checkpoint)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def _config_of(checkpoint: str) -> PretrainedConfig:
+    """Return transformers' config of a folder, of a model on the hub, or of a model type."""
+    if Path(checkpoint).exists() or "/" in checkpoint:
+        try:
+            return AutoConfig.from_pretrained(checkpoint)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"checkpoint {checkpoint!r}: {error}") from error
+    try:
+        return AutoConfig.for_model(checkpoint)
+    except ValueError:
+        raise ConfigError(
+            f"checkpoint {checkpoint!r}: no folder, and transformers has no such model type;"
+            f"{nearest(checkpoint, FAMILIES)}"
+        ) from None
+
+
+def _family(arguments: argparse.Namespace, config: PretrainedConfig) -> Family:
+    """Return the family that the arguments name, or else that of the config."""
+    paths = arguments.vision_tower, arguments.text_model  # of `family_at`
+    if any(paths) and not all(paths):
+        raise ConfigError("--vision-tower and --text-model go together")
+    if arguments.family and any(paths):
+        raise ConfigError("--family and --vision-tower name two families")
+    try:
+        if all(paths):
+            # Without a tokenizer: a member's image tokens are those of its config.
+            return family_at(config, paths, "")
+        if arguments.family and not is_code(arguments.family):
+            raise ConfigError(
+                f"--family {arguments.family!r}: a family of your own is path/to/file.py:NAME"
+            )
+        return family_of(arguments.family or config.model_type)
+    except (ValueError, CodeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _chosen_paths(names: str | None, proofs: Proofs) -> list[str]:
+    """Return the chosen paths in the order of the proofs: all, if none is named."""
+    if names is None:
+        return list(proofs.paths)
+    chosen = [name.strip().replace("_", " ") for name in names.split(",")]
+    for name in chosen:
+        if name not in proofs.paths:
+            raise ConfigError(
+                f"--paths {name!r}: no such path;{nearest(name, proofs.paths)} there are "
+                f"{', '.join(proofs.paths)}"
+            )
+    return [path for path in proofs.paths if path in chosen]
+
+
+def _table(model_type: str, outcomes: list[Outcome]) -> Table:
+    """Return the outcomes as a table for the terminal."""
+    table = Table("path", "largest differences", "limit", "outcome", title=model_type)
+    for outcome in outcomes:
+        figures = " / ".join(f"{value:.1e}" for value in outcome.figures)
+        table.add_row(
+            outcome.path,
+            figures,
+            f"{outcome.limit:.0e}" if outcome.figures else "",
+            f"[{STYLES[outcome.status]}]{outcome.status}[/]"
+            + (f": {escape(outcome.reason)}" if outcome.status == "refused" else ""),
+        )
+    return table

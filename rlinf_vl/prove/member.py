@@ -1,0 +1,216 @@
+"""A tiny random member of a family: small sizes, and every kind of layer of a checkpoint."""
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.image_processor import ImageProcessor, processor_settings
+from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.loading import use_packed_attention
+from rlinf_vl.models.policy import PolicyModel
+
+#: Sizes of a text model, where its config has the key. The size of a head stays the checkpoint's,
+#: since the sections of rotary angles add up to it.
+TEXT_SIZES = {
+    "intermediate_size": 72,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
+#: Sizes of a vision tower. Sizes of patches and windows stay the checkpoint's.
+VISION_SIZES = {"num_heads": 2, "intermediate_size": 44, "depth": 3}
+HIDDEN, VISION_HIDDEN = 48, 32
+MIN_LAYERS = 2
+#: Ids from `VOCABULARY` on are those that the config names, such as an image's placeholder.
+VOCABULARY, NAMED_IDS = 64, 32
+
+
+@dataclass(frozen=True)
+class Member:
+    """A tiny member of a family.
+
+    Attributes:
+        config: transformers' config of the whole model.
+        images: cuts images as the checkpoint's own image processor does; None for a family
+            without a vision tower.
+        seed: of the random weights.
+    """
+
+    family: Family
+    config: PretrainedConfig
+    images: ImageProcessor | None
+    seed: int = 0
+
+    @property
+    def image_tokens(self) -> ImageTokens:
+        """The placeholders of images among the member's ids."""
+        if self.images is None:
+            return ImageTokens(-1)
+        return self.images.image_tokens(int(self.config.image_token_id))
+
+    @property
+    def special_ids(self) -> set[int]:
+        """The ids that the config names, such as those of placeholders."""
+        return set(_ids_in(self.config.to_dict()))
+
+    @property
+    def banned(self) -> np.ndarray:
+        """Bool [V], True for ids that are never sampled."""
+        banned = np.zeros(self.config.get_text_config().vocab_size, bool)
+        stop_ids = _as_list(getattr(self.config.get_text_config(), "eos_token_id", None))
+        banned[sorted(self.special_ids - set(stop_ids))] = True
+        return banned
+
+    def model(self) -> PreTrainedModel:
+        """Return transformers' model with random weights, float32, in evaluation mode.
+
+        Weights are large enough for images to matter; biases and norms are random, too, and delta
+        nets forget slowly, so that their states reach far.
+        """
+        torch.manual_seed(self.seed)
+        # A config of its own: packed attention is switched on there.
+        config = copy.deepcopy(self.config)
+        model = self.family.model_class.from_config(config, attn_implementation="sdpa").eval()
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.data.uniform_(-3, 0)
+            elif weight.ndim == 1:
+                weight.data += 0.1 * torch.randn_like(weight)
+        return model
+
+    def policy(self, temperature: float = 1.0) -> PolicyModel:
+        """Return the same weights as the trainer computes with them."""
+        model = use_packed_attention(self.model(), self.family)
+        return PolicyModel(model, self.family, self.banned, temperature=temperature, chunk=None)
+
+
+def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> Member:
+    """Make the tiny member of a checkpoint.
+
+    Args:
+        config: the checkpoint's.
+        folder: the checkpoint's folder, or an empty one, in which the settings of an image
+            processor are written that follow from the config.
+    """
+    tiny = tiny_config(config)
+    if family.vision_tower is None:
+        return Member(family, tiny, None)
+    folder = Path(folder)
+    if not (folder / "preprocessor_config.json").exists():
+        settings = json.dumps(processor_settings(tiny))
+        (folder / "preprocessor_config.json").write_text(settings)
+    # One token at least; the upper bound keeps rows short.
+    side = family.token_side(json.loads((folder / "preprocessor_config.json").read_text()))
+    return Member(family, tiny, family.image_processor(folder, side**2, 16 * side**2))
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a config with small sizes and every kind of layer of `config`."""
+    sizes = copy.deepcopy(config.to_dict())
+    _renumber(sizes, {})
+    text = sizes["text_config"] if isinstance(sizes.get("text_config"), dict) else sizes
+    _shrink_text(text, config.get_text_config())
+    vision = sizes.get("vision_config")
+    if isinstance(vision, dict):
+        _shrink_vision(vision, text["hidden_size"])
+        deepstack = len(vision.get("deepstack_visual_indexes") or ())
+        assert text["num_hidden_layers"] >= deepstack
+    return AutoConfig.for_model(**sizes)
+
+
+def _shrink_text(text: dict[str, Any], config: Any) -> None:
+    """Make the sizes of a text model small in place."""
+    kv_heads = min(2, config.num_key_value_heads)
+    heads = kv_heads * min(2, config.num_attention_heads // config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None)
+    # Without a key of its own a head's size is hidden_size / heads, and rotary angles fit it.
+    own_size = head_dim or config.hidden_size // config.num_attention_heads
+    text |= {
+        "vocab_size": VOCABULARY + NAMED_IDS,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": heads,
+        "hidden_size": HIDDEN if head_dim else heads * own_size,
+    }
+    text |= {key: size for key, size in TEXT_SIZES.items() if text.get(key) is not None}
+    # Hidden states keep their size from layer to layer, so that what an early layer does shows.
+    text["initializer_range"] = text["hidden_size"] ** -0.5
+    kinds = _layer_kinds(config)
+    text["num_hidden_layers"] = len(kinds)
+    if text.get("layer_types"):
+        text["layer_types"] = [attention for attention, _ in kinds]
+    if text.get("mlp_only_layers") is not None:
+        dense = [i for i, (_, is_mixture) in enumerate(kinds) if not is_mixture]
+        text |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+def _layer_kinds(config: Any) -> list[tuple[str, bool]]:
+    """Return (attention, whether it is a mixture) of the member's layers.
+
+    It has each kind once, or its one kind twice.
+    """
+    attention = (
+        getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    )
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    step = getattr(config, "decoder_sparse_step", 1) or 1
+    has_mixtures = bool(getattr(config, "num_experts", 0))
+    kinds = [
+        (kind, has_mixtures and i not in dense and (i + 1) % step == 0)
+        for i, kind in enumerate(attention)
+    ]
+    distinct = list(dict.fromkeys(kinds))
+    # States pass from layer to layer, and deepstack has two layers to go to.
+    return distinct + distinct[:1] * (MIN_LAYERS - len(distinct))
+
+
+def _shrink_vision(vision: dict[str, Any], text_hidden: int) -> None:
+    """Make the sizes of a vision tower small in place."""
+    vision |= {key: size for key, size in VISION_SIZES.items() if vision.get(key) is not None}
+    if "embed_dim" in vision:  # Qwen2-VL, whose hidden_size is that of the tower's output
+        vision |= {"embed_dim": VISION_HIDDEN, "hidden_size": text_hidden}
+    else:
+        vision |= {"hidden_size": VISION_HIDDEN, "out_hidden_size": text_hidden}
+    vision["initializer_range"] = VISION_HIDDEN**-0.5
+    # Layers of a kind by their numbers: as many as fit, not all.
+    for key in ("deepstack_visual_indexes", "fullatt_block_indexes"):
+        if vision.get(key):
+            vision[key] = [0, 2][: len(vision[key])]
+
+
+def _renumber(settings: dict[str, Any], new_ids: dict[int, int]) -> None:
+    """Replace the token ids in a config and its parts by the ids from `VOCABULARY` on."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _renumber(value, new_ids)
+        elif str(key).endswith("token_id") and value is not None:
+            ids = [new_ids.setdefault(i, VOCABULARY + len(new_ids)) for i in _as_list(value)]
+            settings[key] = ids if isinstance(value, (list, tuple)) else ids[0]
+    assert len(new_ids) <= NAMED_IDS
+
+
+def _ids_in(settings: Mapping[str, Any]) -> list[int]:
+    """Return the token ids in a config and its parts."""
+    ids: list[int] = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            ids += _ids_in(value)
+        elif str(key).endswith("token_id"):
+            ids += _as_list(value)
+    return ids
+
+
+def _as_list(value: Any) -> list[int]:
+    return [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]

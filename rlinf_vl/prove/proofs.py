@@ -1,0 +1,318 @@
+"""The paths that a family takes through this project, each against transformers' own forward.
+
+A proof returns figures, which must stay within its limit. They are the largest differences: of a
+logprob in nats, and of an entry of a gradient, relative to its tensor's largest where that is above
+1.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlinf_vl.config.schema import LoraConfig
+from rlinf_vl.engines.torch.engine import TorchEngine
+from rlinf_vl.models.loading import checkpoint_blocks, freeze, save_model
+from rlinf_vl.models.lora import is_adapter, train_parts
+from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.packing.collator import Collator
+from rlinf_vl.packing.collator import Member as PackedTrajectory
+from rlinf_vl.prove.member import Member
+from rlinf_vl.prove.problems import (
+    SIZES,
+    answered,
+    flat_groups,
+    random_request,
+    tree_groups,
+)
+from rlinf_vl.prove.ranks import step_on_ranks
+from rlinf_vl.prove.reference import (
+    all_logprobs,
+    logprobs_of,
+    packed_trajectories,
+    pixels_of,
+    weighted_sum,
+)
+from rlinf_vl.types import SamplingParams
+
+LIMIT = 1e-5
+#: A recurrent net's states differ with the order of sums over a whole sequence; transformers' own
+#: rule in float32 is that far from a float64 run of it.
+RECURRENT_FACTOR = 10
+LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["all-linear"])
+
+
+class Refused(Exception):
+    """A path that the family, or what is installed here, does not have; the message says why."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The differences that a proof has measured, and how large they may be."""
+
+    values: tuple[float, ...]
+    limit: float = LIMIT
+
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass
+class Proofs:
+    """The proofs of one member of a family.
+
+    Attributes:
+        member: the member.
+        paths: the proofs by the name of their path, cheap ones first.
+    """
+
+    member: Member
+    paths: dict[str, Callable[[], Figures]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = {
+            "packed": self.packed,
+            "shared": self.shared,
+            "tree": self.tree,
+            "cached features": self.cached_features,
+            "checkpointing": self.checkpointing,
+            "lora": self.lora,
+            "torch engine": self.torch_engine,
+            "export": self.export,
+            "two ranks": self.two_ranks,
+            "context parallel": self.context_parallel,
+        }
+
+    @property
+    def limit_factor(self) -> float:
+        """The factor of all limits for this family."""
+        recurrent = self.member.family.decode_state(self.member.config).row_shapes
+        return RECURRENT_FACTOR if recurrent else 1
+
+    # --- packed rows ------------------------------------------------------------------------------
+
+    def packed(self) -> Figures:
+        """Compare sequences side by side in one row: logprobs, and gradients of all weights."""
+        return self._row_figures(self._flat, *self._flat_reference, share_prompts=False)
+
+    def shared(self) -> Figures:
+        """Compare the same with each prompt once in the row, its answers behind it."""
+        return self._row_figures(self._flat, *self._flat_reference)
+
+    def tree(self) -> Figures:
+        """Compare trajectories of two sequences that share a part of their histories."""
+        packed = packed_trajectories(tree_groups(self.member))
+        return self._row_figures(packed, *self._reference(packed))
+
+    def checkpointing(self) -> Figures:
+        """Compare shared prompts with blocks that are computed again in the backward."""
+        policy = self.member.policy().train()
+        checkpoint_blocks(policy.model, self.member.family, False)
+        return self._row_figures(self._flat, *self._flat_reference, policy=policy)
+
+    def cached_features(self) -> Figures:
+        """Compare a frozen tower's features from the cache, encoded in another order."""
+        self._need_images()
+        policy = self.member.policy().train()
+        freeze(policy.model, self.member.family)
+        images = {
+            image.hash: (image, grid)
+            for packed in self._flat
+            for sequence in packed.trajectory.sequences
+            for image, grid in sequence.images
+        }
+        cache = VisionCache(2**30, "cpu")
+        cache.pin(images)
+        for name, (image, grid) in reversed(images.items()):
+            grids = np.array([grid])
+            features = policy.encode(pixels_of(self.member, image), grids)
+            cache.put([name], features, self.member.image_tokens(grids).tolist())
+        batch = self._collator(pixels=False)(self._flat, run_vision=False)
+        logprobs, _ = policy(batch, cache.get(batch.images))
+        weighted_sum(logprobs).backward()
+        expected, gradients = self._flat_reference
+        trained = {
+            name: gradients[name]
+            for name, weight in policy.model.named_parameters()
+            if weight.requires_grad
+        }
+        return Figures((_furthest(logprobs, expected), _gradients_apart(policy.model, trained)))
+
+    def lora(self) -> Figures:
+        """Compare adapters on all linear modules and experts with peft's in transformers."""
+        model = _with_adapters(self.member, self._peft_model())
+        expected = all_logprobs(self.member, model, self._flat)
+        weighted_sum(expected).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if is_adapter(name)}
+        policy = self.member.policy().train()
+        train_parts(policy.model, self.member.family, (), LORA)
+        _with_adapters(self.member, policy.model)
+        return self._row_figures(self._flat, expected.detach(), gradients, policy=policy)
+
+    # --- engine and export ------------------------------------------------------------------------
+
+    def torch_engine(self) -> Figures:
+        """Compare logprobs of what the torch engine samples, with several pictures and none."""
+        rng = np.random.default_rng(2)
+        sampling = SamplingParams(max_new_tokens=12)
+        requests = [
+            random_request(self.member, rng, sizes, sampling, (1, 2, 3))
+            for sizes in (SIZES[:1], (), SIZES[1:3])
+        ]
+        policy, model = self.member.policy(), self.member.model()
+        engine = TorchEngine(
+            policy.model,
+            self.member.family,
+            banned=self.member.banned,
+            pixels=lambda image: pixels_of(self.member, image),
+            image_tokens=self.member.image_tokens,
+            max_running=64,
+        )
+        try:
+            completions = engine.generate(requests)
+        finally:
+            engine.close()
+        furthest = 0.0
+        for request, completion in zip(requests, completions, strict=True):
+            for trajectory in answered(request, completion.samples, "sampled").trajectories:
+                (sequence,) = trajectory.sequences
+                assert sequence.logprobs is not None
+                with torch.no_grad():
+                    expected = logprobs_of(self.member, model, sequence)
+                sampled = torch.from_numpy(sequence.logprobs[sequence.loss_mask])
+                furthest = max(furthest, _furthest(sampled, expected))
+        return Figures((furthest,))
+
+    def export(self) -> Figures:
+        """Compare what transformers loads from an export, with no weight missing or left over."""
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(self.member.model(), self.member.family, Path(folder))
+            model, info = self.member.family.model_class.from_pretrained(
+                folder, output_loading_info=True, dtype=torch.float32
+            )
+        if unloaded := {kind: names for kind, names in info.items() if names}:
+            raise AssertionError(f"transformers loads an export with {unloaded}")
+        with torch.no_grad():
+            logprobs = all_logprobs(self.member, model, self._flat)
+        return Figures((_furthest(logprobs, self._flat_reference[0]),))
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def two_ranks(self) -> Figures:
+        """Compare a training step on two FSDP2 ranks with one: loss, gradient norm, weights."""
+        return self._step_figures(ranks=2, context=1)
+
+    def context_parallel(self) -> Figures:
+        """Compare a training step of two ranks that share each row's tokens with one rank."""
+        return self._step_figures(ranks=2, context=2)
+
+    @cached_property
+    def _one_rank(self) -> Any:
+        return step_on_ranks(self.member, 1, 1)
+
+    def _step_figures(self, ranks: int, context: int) -> Figures:
+        one, several = self._one_rank, step_on_ranks(self.member, ranks, context)
+        return Figures(
+            (
+                abs(several.loss - one.loss),
+                abs(several.gradient_norm - one.gradient_norm) / one.gradient_norm,
+                max(
+                    float(np.abs(several.weights[name] - weight).max())
+                    for name, weight in one.weights.items()
+                ),
+            )
+        )
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    @cached_property
+    def _flat(self) -> list[PackedTrajectory]:
+        return packed_trajectories(flat_groups(self.member))
+
+    @cached_property
+    def _flat_reference(self) -> tuple[torch.Tensor, Gradients]:
+        return self._reference(self._flat)
+
+    def _reference(self, packed: Sequence[PackedTrajectory]) -> tuple[torch.Tensor, Gradients]:
+        """Return transformers' logprobs of trajectories, and the gradients of a sum of them."""
+        model = self.member.model().train()
+        logprobs = all_logprobs(self.member, model, packed)
+        weighted_sum(logprobs).backward()
+        return logprobs.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    def _row_figures(
+        self,
+        packed: Sequence[PackedTrajectory],
+        expected: torch.Tensor,
+        gradients: Gradients,
+        *,
+        share_prompts: bool = True,
+        policy: PolicyModel | None = None,
+    ) -> Figures:
+        """Return how far one packed row is from the reference, in logprobs and gradients."""
+        policy = policy or self.member.policy().train()
+        batch = self._collator(share_prompts)(packed, run_vision=self.member.images is not None)
+        logprobs, _ = policy(batch)
+        weighted_sum(logprobs).backward()
+        return Figures((_furthest(logprobs, expected), _gradients_apart(policy.model, gradients)))
+
+    def _collator(self, share_prompts: bool = True, *, pixels: bool = True) -> Collator:
+        return Collator(
+            self.member.family,
+            self.member.image_tokens,
+            (lambda image: pixels_of(self.member, image)) if pixels else None,
+            pad_id=0,
+            share_prompts=share_prompts,
+        )
+
+    def _peft_model(self) -> nn.Module:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+
+        config = PeftConfig(
+            r=LORA.rank,
+            lora_alpha=LORA.alpha,  # pyright: ignore[reportArgumentType]
+            target_modules="all-linear",
+            target_parameters=["gate_up_proj", "down_proj"]
+            if self.member.family.mixture(self.member.config)
+            else None,
+        )
+        return inject_adapter_in_model(config, self.member.model().train())
+
+    def _need_images(self) -> None:
+        if self.member.images is None:
+            raise Refused("no vision tower")
+
+
+def _with_adapters(member: Member, model: Any) -> Any:
+    """Give the adapters of a model large random values, the same in every model of a member."""
+    torch.manual_seed(member.seed + 5)
+    for name, weight in model.named_parameters():
+        if is_adapter(name):
+            # What they add is half as large as what the weights give.
+            weight.data = 0.5 * weight.shape[-1] ** -0.5 * torch.randn(weight.shape)
+    return model
+
+
+def _furthest(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((values.detach() - expected).abs().max())
+
+
+def _gradients_apart(model: nn.Module, expected: Gradients) -> float:
+    """Return the largest difference of the gradients of the weights in `expected`."""
+    weights, furthest = dict(model.named_parameters()), 0.0
+    for name, gradient in expected.items():
+        measured = weights[name].grad
+        if (measured is None) != (gradient is None):
+            raise AssertionError(f"{name} has {'no' if measured is None else 'a'} gradient")
+        if measured is not None and gradient is not None:
+            scale = max(1.0, float(gradient.abs().max()))
+            furthest = max(furthest, _furthest(measured, gradient) / scale)
+    return furthest

@@ -1,0 +1,63 @@
+"""transformers' own forward of one sequence at a time: what every proof compares with."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rlinf_vl.data.images import decode
+from rlinf_vl.packing.collator import Member as PackedTrajectory
+from rlinf_vl.prove.member import Member
+from rlinf_vl.types import Group, ImageRef, TokenSequence
+
+
+def pixels_of(member: Member, image: ImageRef) -> np.ndarray:
+    """Return the patches of an image, float32 [P, d]."""
+    assert member.images is not None
+    return member.images.patches(decode(image))
+
+
+def logprobs_of(member: Member, model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
+    """Return the log-probability of each sampled token of a sequence, float32 [R].
+
+    Positions, masks and image features are transformers' own.
+    """
+    ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if sequence.images:
+        patches = [pixels_of(member, image) for image, _ in sequence.images]
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate(patches))
+        inputs["image_grid_thw"] = torch.tensor([grid for _, grid in sequence.images])
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            inputs["mm_token_type_ids"] = (ids == member.image_tokens.id).int()
+    if hasattr(model.model, "rope_deltas"):  # of the sequence before
+        model.model.rope_deltas = None
+    logits = model(**inputs).logits[0].float()
+    logits = logits.masked_fill(torch.from_numpy(member.banned), -torch.inf)
+    sampled = torch.from_numpy(np.flatnonzero(sequence.loss_mask))
+    return logits.log_softmax(-1)[sampled - 1, ids[0, sampled]]
+
+
+def packed_trajectories(groups: Iterable[Group]) -> list[PackedTrajectory]:
+    """Return all trajectories of some groups as the collator takes them, without advantages."""
+    return [
+        PackedTrajectory(group, i, [0.0] * len(trajectory.turns))
+        for group in groups
+        for i, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def all_logprobs(
+    member: Member, model: PreTrainedModel, packed: Iterable[PackedTrajectory]
+) -> torch.Tensor:
+    """Return the logprobs of all sampled tokens, end to end, float32 [R]."""
+    sequences = [sequence for p in packed for sequence in p.trajectory.sequences]
+    return torch.cat([logprobs_of(member, model, sequence) for sequence in sequences])
+
+
+def weighted_sum(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return a sum of logprobs with a weight of its own for each, whose gradient shows each."""
+    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()

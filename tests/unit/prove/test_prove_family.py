@@ -1,0 +1,360 @@
+"""`rlinf-vl prove-family`: sound families are proven on every path, and planted faults are found."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from rlinf_vl.__main__ import main
+from rlinf_vl.models import layers
+from rlinf_vl.models.attention import SegmentAttention
+from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.family import Family, VisionFeatures
+from rlinf_vl.models.image_processor import QwenImages
+from rlinf_vl.models.image_tokens import ImageTokens, mrope_positions
+from rlinf_vl.models.layers import frame_attention
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.prove.certificate import Outcome, outcomes_of
+from rlinf_vl.prove.member import member_of, tiny_config
+from rlinf_vl.prove.proofs import Proofs
+
+RANKS = ("two ranks", "context parallel")
+
+
+def proofs_of(family: Family, folder: Path) -> Proofs:
+    config = AutoConfig.for_model(family.model_type)
+    return Proofs(member_of(family, config, folder))
+
+
+def outcomes(family: Family, folder: Path, *paths: str) -> dict[str, Outcome]:
+    """The outcomes by path, of all in this process unless some are named."""
+    proofs = proofs_of(family, folder)
+    chosen = paths or [path for path in proofs.paths if path not in RANKS]
+    return {outcome.path: outcome for outcome in outcomes_of(proofs, chosen.__contains__)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_proven(name, tmp_path):
+    found = outcomes(FAMILIES[name], tmp_path)
+    wrong = {path: outcome for path, outcome in found.items() if outcome.status == "wrong"}
+    assert not wrong
+    refused = {path for path, outcome in found.items() if outcome.status == "refused"}
+    assert refused == (set() if FAMILIES[name].vision_tower else {"cached features"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen2_5_vl"])
+def test_ranks_are_proven(name, tmp_path):
+    found = outcomes(FAMILIES[name], tmp_path, *RANKS)
+    assert {path: outcome.status for path, outcome in found.items()} == dict.fromkeys(
+        RANKS, "proven"
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_member_has_every_kind_of_layer(name):
+    config = AutoConfig.for_model(name)
+    text, tiny = config.get_text_config(), tiny_config(config)
+    small = tiny.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    assert set(getattr(small, "layer_types", None) or ()) == set(kinds or ())
+    assert 2 <= small.num_hidden_layers <= 4
+    model = FAMILIES[name].model_class.from_config(tiny)
+    assert sum(p.numel() for p in model.parameters()) < 3e6
+    if FAMILIES[name].mixture(config):
+        assert FAMILIES[name].mixture(tiny)
+    if name.startswith("qwen3_vl"):
+        assert tiny.vision_config.deepstack_visual_indexes == [0, 2]
+
+
+def test_dense_layers_among_mixtures_are_in_the_member():
+    config = AutoConfig.for_model("qwen3_vl_moe")
+    config.text_config.mlp_only_layers = [5, 7]
+    text = tiny_config(config).get_text_config()
+    assert (text.num_hidden_layers, text.mlp_only_layers) == (2, [1])
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def with_text(change: Callable[..., Any]) -> Callable[[Family], Family]:
+    """A fault of the text model's forward: `change(forward, text_model, embeds, positions, …)`."""
+
+    def planted(family: Family) -> Family:
+        def forward(*arguments, **options):
+            return change(family.text_forward, *arguments, **options)
+
+        return replace(family, text_forward=forward)
+
+    return planted
+
+
+def with_layer(suffix: str, forward: Callable[..., Any]) -> Callable[[Family], Family]:
+    """A fault of the layers whose class ends so."""
+
+    def planted(family: Family) -> Family:
+        sound = family.layers()
+        assert any(name.endswith(suffix) for name in sound)
+        changed = {name: forward if name.endswith(suffix) else f for name, f in sound.items()}
+        return replace(family, layers=lambda: changed)
+
+    return planted
+
+
+def with_images(change: Callable[..., VisionFeatures]) -> Callable[[Family], Family]:
+    """A fault of the vision tower: `change(encode, tower, patches, grids, dtype)`."""
+
+    def planted(family: Family) -> Family:
+        def encode(*arguments):
+            return change(family.encode_images, *arguments)
+
+        return replace(family, encode_images=encode)
+
+    return planted
+
+
+def with_positions(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Family], Family]:
+    def positions(ids: np.ndarray, grids: np.ndarray, tokens: ImageTokens) -> np.ndarray:
+        return change(mrope_positions(ids, grids, tokens))
+
+    return lambda family: replace(family, positions=positions)
+
+
+def late(positions: np.ndarray) -> np.ndarray:
+    return np.concatenate([positions[:1], positions[1:] - (positions[1:] > 8)])
+
+
+class WrongCounts(QwenImages):
+    """Says that an image has four tokens for each that it has."""
+
+    def image_tokens(self, placeholder_id: int) -> ImageTokens:
+        return ImageTokens(placeholder_id, self._merge_size // 2)
+
+
+class Leaking(SegmentAttention):
+    """Lets a token attend to all before it in the row, of other sequences, too."""
+
+    def attend(self, layer, q, k, v, scaling):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+
+def rope_base(forward, text_model, *arguments, **options):
+    rotary = text_model.rotary_emb
+    sound = rotary.inv_freq
+    rotary.inv_freq = sound**1.05
+    try:
+        return forward(text_model, *arguments, **options)
+    finally:
+        rotary.inv_freq = sound
+
+
+def unscaled_embeddings(forward, text_model, embeds, *arguments, **options):
+    return forward(text_model, embeds * 1.1, *arguments, **options)
+
+
+def leak(forward, *arguments, context, **options):
+    context.__class__ = Leaking
+    return forward(*arguments, context=context, **options)
+
+
+def no_deepstack(forward, text_model, embeds, positions, image_positions, deepstack, **options):
+    return forward(text_model, embeds, positions, image_positions, deepstack[:0], **options)
+
+
+def late_deepstack(forward, text_model, embeds, positions, image_positions, deepstack, **options):
+    return forward(text_model, embeds, positions, image_positions, deepstack[::-1], **options)
+
+
+def shifted_images(forward, text_model, embeds, positions, image_positions, deepstack, **options):
+    if image_positions is not None:
+        deepstack = [layer.roll(1, 0) for layer in deepstack]
+    return forward(text_model, embeds, positions, image_positions, deepstack, **options)
+
+
+def swapped_projections(self, *arguments, **options):
+    self.k_proj, self.v_proj = self.v_proj, self.k_proj
+    try:
+        return layers.attention_forward(self, *arguments, **options)
+    finally:
+        self.k_proj, self.v_proj = self.v_proj, self.k_proj
+
+
+def swapped_gate(self, x, **_):
+    return self.down_proj(torch.nn.functional.silu(self.up_proj(x)) * self.gate_proj(x))
+
+
+def norm_without_weight(self, x):
+    return layers.norm_forward(self, x) / self.weight
+
+
+def bidirectional_tower(encode, tower, patches, grids, dtype):
+    # One frame of all images: their patches see each other.
+    context = frame_attention(np.array([[1, 1, len(patches)]]), patches.device, dtype)
+    out = tower(patches, grid_thw=torch.from_numpy(grids), context=context)
+    return VisionFeatures(out.pooler_output, tuple(out.get("deepstack_features", ())))
+
+
+def detached_tower(encode, *arguments):
+    features = encode(*arguments)
+    return VisionFeatures(features.tokens.detach(), features.deepstack)
+
+
+def reordered_images(encode, *arguments):
+    features = encode(*arguments)
+    return VisionFeatures(features.tokens.flip(0), features.deepstack)
+
+
+def larger_windows(encode, tower, *arguments):
+    sound = tower.window_size
+    tower.window_size = 2 * sound
+    try:
+        return encode(tower, *arguments)
+    finally:
+        tower.window_size = sound
+
+
+def leaking_state(self, hidden_states, **options):
+    out = layers.delta_net_forward(self, hidden_states, **options)
+    return out + 0.05 * out.roll(1, dims=1)
+
+
+def forgotten_decay(self, hidden_states, **options):
+    sound = self.A_log
+    self.A_log = torch.nn.Parameter(sound + 0.1)
+    try:
+        return layers.delta_net_forward(self, hidden_states, **options)
+    finally:
+        self.A_log = sound
+
+
+def unweighted_experts(self, hidden_states, *arguments, **options):
+    from rlinf_vl.models.mixture import experts_forward
+
+    return 0.9 * experts_forward(self, hidden_states, *arguments, **options)
+
+
+def lost_weight(name, weight):
+    return () if name.endswith("mlp.up_proj.weight") else ((name, weight),)
+
+
+def mixed_up_weights(name, weight):
+    changes = {"k_proj": "v_proj", "v_proj": "k_proj"}
+    part = next((part for part in changes if f".{part}." in name), None)
+    return ((name.replace(part, changes[part]) if part else name, weight),)
+
+
+#: Fault → (family, how it is planted, paths that must find it).
+FAULTS = {
+    "placeholder count": ("qwen3_vl", lambda f: replace(f, image_processor=WrongCounts), ["packed"]),
+    "height and width": ("qwen3_vl", with_positions(lambda p: p[[0, 1, 3, 2]]), ["packed", "torch engine"]),
+    "positions of text": ("qwen3_vl", with_positions(lambda p: p[[0, 0, 0, 0]]), ["shared"]),
+    "positions off by one": ("qwen2_5_vl", with_positions(late), ["tree"]),
+    "rope base": ("qwen3", with_text(rope_base), ["packed", "torch engine"]),
+    "unscaled embeddings": ("qwen3", with_text(unscaled_embeddings), ["packed"]),
+    "leak between sequences": ("qwen3_vl", with_text(leak), ["packed", "shared", "tree"]),
+    "no deepstack": ("qwen3_vl", with_text(no_deepstack), ["packed", "cached features"]),
+    "deepstack in another order": ("qwen3_vl_moe", with_text(late_deepstack), ["packed"]),
+    "deepstack shifted by a token": ("qwen3_vl", with_text(shifted_images), ["shared"]),
+    "swapped projections": ("qwen2_5_vl", with_layer("VLAttention", swapped_projections), ["packed", "lora"]),
+    "swapped gate": ("qwen3", with_layer("MLP", swapped_gate), ["packed"]),
+    "norm without weight": ("qwen3_vl", with_layer("RMSNorm", norm_without_weight), ["packed"]),
+    "images see each other": ("qwen3_vl", with_images(bidirectional_tower), ["packed", "torch engine"]),
+    "tower without gradients": ("qwen3_5", with_images(detached_tower), ["packed"]),
+    "features in another order": ("qwen3_5", with_images(reordered_images), ["cached features"]),
+    "windows of another size": ("qwen2_5_vl", with_images(larger_windows), ["packed"]),
+    "state leaks": ("qwen3_5", with_layer("GatedDeltaNet", leaking_state), ["packed"]),
+    "decay": ("qwen3_5_moe", with_layer("GatedDeltaNet", forgotten_decay), ["tree"]),
+    "weights of experts": ("qwen3_vl_moe", with_layer("Experts", unweighted_experts), ["packed"]),
+    "a weight lost in export": ("qwen3", lambda f: replace(f, engine_names=lost_weight), ["export"]),
+    "weights mixed up in export": ("qwen3", lambda f: replace(f, engine_names=mixed_up_weights), ["export"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, tmp_path):
+    name, planted, paths = FAULTS[fault]
+    found = outcomes(planted(FAMILIES[name]), tmp_path, *paths)
+    assert {path: outcome.status for path, outcome in found.items()} == dict.fromkeys(
+        paths, "wrong"
+    )
+
+
+def test_a_stale_feature_cache_is_found(monkeypatch, tmp_path):
+    sound = VisionCache.get
+
+    def stale(self, hashes):
+        return sound(self, sorted(hashes))
+
+    monkeypatch.setattr(VisionCache, "get", stale)
+    (outcome,) = outcomes(FAMILIES["qwen3_vl"], tmp_path, "cached features").values()
+    assert outcome.status == "wrong"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_type_has_a_certificate(tmp_path, capsys):
+    file = tmp_path / "certificate.json"
+    command = ["prove-family", "qwen3", "--paths", "packed,cached_features", "--output", str(file)]
+    assert main(command) == 0
+    written = json.loads(file.read_text())
+    assert written["proven"] and written["model_type"] == "qwen3"
+    packed, cached = written["paths"]
+    assert packed["status"] == "proven" and max(packed["figures"]) <= packed["limit"] == 1e-5
+    assert (cached["status"], cached["reason"]) == ("refused", "no vision tower")
+    assert written["member"]["num_hidden_layers"] == 2 and written["versions"]["transformers"]
+    assert "packed" in (out := capsys.readouterr().out) and "refused: no vision tower" in out
+
+
+def test_a_folder_is_proven_with_its_own_image_processor(toy_folder):
+    assert main(["prove-family", str(toy_folder), "--paths", "shared"]) == 0
+
+
+def test_a_wrong_family_ends_with_1(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import replace\n"
+        "from rlinf_vl.models.families.qwen3 import FAMILY as QWEN3\n"
+        "FAMILY = replace(QWEN3, positions=lambda ids, grids, tokens: QWEN3.positions(ids, grids, tokens) * 2)\n"
+    )
+    command = ["prove-family", "qwen3", "--family", f"{file}:FAMILY", "--paths", "packed,export"]
+    assert main(command) == 1
+    assert "qwen3 is not computed as in transformers: packed\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "glm4v"])
+def test_a_tower_by_its_path_is_proven(name, tmp_path):
+    """Families that are not in the table; GLM's checkpoints rotate half of a head."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+    if name == "glm4v":
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+    AutoConfig.for_model(name, text_config={"rope_parameters": rope}).save_pretrained(tmp_path)
+    command = ["prove-family", str(tmp_path), "--vision-tower", "model.visual"]
+    command += ["--text-model", "model.language_model"]
+    paths = "packed,shared,tree,cached features,checkpointing,lora,torch engine,export"
+    assert main([*command, "--paths", paths]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["qwen3_vll"], "transformers has no such model type; did you mean 'qwen3_vl'"),
+        (["no/such/folder/at/all"], "checkpoint 'no/such/folder/at/all': "),
+        (["gemma3"], "'gemma3' is not a known family; known: qwen2_5_vl"),
+        (["qwen3", "--paths", "pakced"], "--paths 'pakced': no such path; did you mean 'packed'?"),
+        (["qwen2_vl", "--vision-tower", "model.visual"], "go together"),
+        (["qwen3", "--family", "qwen3_vl"], "a family of your own is path/to/file.py:NAME"),
+    ],
+)
+def test_mistakes_are_told(words, message, capsys):
+    assert main(["prove-family", *words]) == 2
+    assert message in capsys.readouterr().err
