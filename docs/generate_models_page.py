@@ -45,10 +45,11 @@ rlinf-vl prove-family CHECKPOINT --family my_family.py:FAMILY
 `CHECKPOINT` is a folder, a model on the hub or a model type. From its config a random member is made with small sizes and every
 kind of layer that the checkpoint has, and each path is compared with transformers' own forward of one sequence at a time:
 packed rows, shared prompts, trees, cached features of a frozen tower, checkpointing, LoRA, the torch engine, exports, two FSDP2
-ranks and context parallel. Pictures of odd sizes are cut by the checkpoint's own image processor; gradients are those of all
-weights, the tower's included. It takes a minute on two cores. The exit code is 1 where a figure is above its limit or a path
-fails, and the certificate has the figures, their limits, the member's config and the versions of the packages. Run it before
-you train a family of your own, a tower by its path, or a supported family with a newer transformers.
+ranks and context parallel. Pictures of odd sizes are cut by the image processor of a folder, or else by one that follows from
+the config; gradients are those of all weights, the tower's included. It takes a minute on two cores. The exit code is 1 where a
+figure is above its limit or a path fails, and the certificate has the figures, their limits, the member's config and the
+versions of the packages. Run it before you train a family of your own, a tower by its path, or a supported family with a newer
+transformers.
 
 Prompts (the chat template, and how a tokenizer splits them) and SGLang are not proven by it: `rlinf-vl train --check` renders
 prompts, and the table below has SGLang's figures. Qwen2-VL and GLM-4.1V, by their paths, are proven on every path.

@@ -39,10 +39,10 @@ def outcomes_of(
     """Run the proofs of the chosen paths, one after another."""
     for path, prove in proofs.paths.items():
         if paths(path):
-            yield _outcome(path, prove, proofs.limit_factor)
+            yield _outcome(path, prove, proofs.limit)
 
 
-def _outcome(path: str, prove: Callable[[], Figures], limit_factor: float) -> Outcome:
+def _outcome(path: str, prove: Callable[[], Figures], limit: float) -> Outcome:
     try:
         figures = prove()
     except Refused as error:
@@ -52,10 +52,9 @@ def _outcome(path: str, prove: Callable[[], Figures], limit_factor: float) -> Ou
         # A rank's traceback ends with its error.
         text = text if len(text) <= MAX_REASON else f"… {text[-MAX_REASON:]}"
         return Outcome(path, "wrong", reason=text)
-    limit = figures.limit * limit_factor
     # A figure that is no number is within no limit.
-    is_within = all(value <= limit for value in figures.values)
-    return Outcome(path, "proven" if is_within else "wrong", figures.values, limit)
+    is_within = all(value <= limit for value in figures)
+    return Outcome(path, "proven" if is_within else "wrong", figures, limit)
 
 
 def write_certificate(

@@ -1,6 +1,6 @@
 """The paths that a family takes through this project, each against transformers' own forward.
 
-A proof returns figures, which must stay within its limit. They are the largest differences: of a
+A proof returns figures, which must stay within a limit. They are the largest differences: of a
 logprob in nats, and of an entry of a gradient, relative to its tensor's largest where that is above
 1.
 """
@@ -45,7 +45,7 @@ from rlinf_vl.types import SamplingParams
 LIMIT = 1e-5
 #: A recurrent net's states differ with the order of sums over a whole sequence; transformers' own
 #: rule in float32 is that far from a float64 run of it.
-RECURRENT_FACTOR = 10
+RECURRENT_LIMIT = 1e-4
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["all-linear"])
 
 
@@ -53,14 +53,8 @@ class Refused(Exception):
     """A path that the family, or what is installed here, does not have; the message says why."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The differences that a proof has measured, and how large they may be."""
-
-    values: tuple[float, ...]
-    limit: float = LIMIT
-
-
+#: The largest differences that a proof has measured.
+Figures = tuple[float, ...]
 Gradients = dict[str, torch.Tensor | None]
 
 
@@ -91,10 +85,10 @@ class Proofs:
         }
 
     @property
-    def limit_factor(self) -> float:
-        """The factor of all limits for this family."""
+    def limit(self) -> float:
+        """The largest difference that proves a path."""
         recurrent = self.member.family.decode_state(self.member.config).row_shapes
-        return RECURRENT_FACTOR if recurrent else 1
+        return RECURRENT_LIMIT if recurrent else LIMIT
 
     # --- packed rows ------------------------------------------------------------------------------
 
@@ -143,7 +137,7 @@ class Proofs:
             for name, weight in policy.model.named_parameters()
             if weight.requires_grad
         }
-        return Figures((_furthest(logprobs, expected), _gradients_apart(policy.model, trained)))
+        return _furthest(logprobs, expected), _gradients_apart(policy.model, trained)
 
     def lora(self) -> Figures:
         """Compare adapters on all linear modules and experts with peft's in transformers."""
@@ -179,7 +173,7 @@ class Proofs:
             completions = engine.generate(requests)
         finally:
             engine.close()
-        furthest = 0.0
+        differences = []
         for request, completion in zip(requests, completions, strict=True):
             for trajectory in answered(request, completion.samples, "sampled").trajectories:
                 (sequence,) = trajectory.sequences
@@ -187,8 +181,8 @@ class Proofs:
                 with torch.no_grad():
                     expected = logprobs_of(self.member, model, sequence)
                 sampled = torch.from_numpy(sequence.logprobs[sequence.loss_mask])
-                furthest = max(furthest, _furthest(sampled, expected))
-        return Figures((furthest,))
+                differences.append(_furthest(sampled, expected))
+        return (_largest(differences),)
 
     def export(self) -> Figures:
         """Compare what transformers loads from an export, with no weight missing or left over."""
@@ -201,7 +195,7 @@ class Proofs:
             raise AssertionError(f"transformers loads an export with {unloaded}")
         with torch.no_grad():
             logprobs = all_logprobs(self.member, model, self._flat)
-        return Figures((_furthest(logprobs, self._flat_reference[0]),))
+        return (_furthest(logprobs, self._flat_reference[0]),)
 
     # --- ranks ------------------------------------------------------------------------------------
 
@@ -219,15 +213,14 @@ class Proofs:
 
     def _step_figures(self, ranks: int, context: int) -> Figures:
         one, several = self._one_rank, step_on_ranks(self.member, ranks, context)
-        return Figures(
-            (
-                abs(several.loss - one.loss),
-                abs(several.gradient_norm - one.gradient_norm) / one.gradient_norm,
-                max(
-                    float(np.abs(several.weights[name] - weight).max())
-                    for name, weight in one.weights.items()
-                ),
-            )
+        weights_apart = [
+            float(np.abs(several.weights[name] - weight).max())
+            for name, weight in one.weights.items()
+        ]
+        return (
+            abs(several.loss - one.loss),
+            abs(several.gradient_norm - one.gradient_norm) / one.gradient_norm,
+            _largest(weights_apart),
         )
 
     # --- parts ------------------------------------------------------------------------------------
@@ -261,7 +254,7 @@ class Proofs:
         batch = self._collator(share_prompts)(packed, run_vision=self.member.images is not None)
         logprobs, _ = policy(batch)
         weighted_sum(logprobs).backward()
-        return Figures((_furthest(logprobs, expected), _gradients_apart(policy.model, gradients)))
+        return _furthest(logprobs, expected), _gradients_apart(policy.model, gradients)
 
     def _collator(self, share_prompts: bool = True, *, pixels: bool = True) -> Collator:
         return Collator(
@@ -301,18 +294,23 @@ def _with_adapters(member: Member, model: Any) -> Any:
     return model
 
 
+def _largest(differences: list[float]) -> float:
+    """Return the largest number, and NaN where one is NaN, which `max` may pass over."""
+    return float(np.max(differences))
+
+
 def _furthest(values: torch.Tensor, expected: torch.Tensor) -> float:
     return float((values.detach() - expected).abs().max())
 
 
 def _gradients_apart(model: nn.Module, expected: Gradients) -> float:
     """Return the largest difference of the gradients of the weights in `expected`."""
-    weights, furthest = dict(model.named_parameters()), 0.0
+    weights, differences = dict(model.named_parameters()), [0.0]
     for name, gradient in expected.items():
         measured = weights[name].grad
         if (measured is None) != (gradient is None):
             raise AssertionError(f"{name} has {'no' if measured is None else 'a'} gradient")
         if measured is not None and gradient is not None:
             scale = max(1.0, float(gradient.abs().max()))
-            furthest = max(furthest, _furthest(measured, gradient) / scale)
-    return furthest
+            differences.append(_furthest(measured, gradient) / scale)
+    return _largest(differences)

@@ -242,6 +242,20 @@ def unweighted_experts(self, hidden_states, *arguments, **options):
     return 0.9 * experts_forward(self, hidden_states, *arguments, **options)
 
 
+class NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.nan
+
+
+def nan_gradients(self, x, **options):
+    return NanBackward.apply(layers.mlp_forward(self, x, **options))
+
+
 def lost_weight(name, weight):
     return () if name.endswith("mlp.up_proj.weight") else ((name, weight),)
 
@@ -266,6 +280,7 @@ FAULTS = {
     "deepstack shifted by a token": ("qwen3_vl", with_text(shifted_images), ["shared"]),
     "swapped projections": ("qwen2_5_vl", with_layer("VLAttention", swapped_projections), ["packed", "lora"]),
     "swapped gate": ("qwen3", with_layer("MLP", swapped_gate), ["packed"]),
+    "gradients that are no numbers": ("qwen3", with_layer("MLP", nan_gradients), ["packed", "checkpointing"]),
     "norm without weight": ("qwen3_vl", with_layer("RMSNorm", norm_without_weight), ["packed"]),
     "images see each other": ("qwen3_vl", with_images(bidirectional_tower), ["packed", "torch engine"]),
     "tower without gradients": ("qwen3_5", with_images(detached_tower), ["packed"]),
