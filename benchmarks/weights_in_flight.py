@@ -109,7 +109,8 @@ def largest_difference(
             own = np.flatnonzero(sample.versions % 2 == parity)
             at = len(request.ids) + own
             expected = logits.log_softmax(-1)[at - 1, row[0, at]].numpy()
-            worst = max(worst, float(np.abs(expected - sample.logprobs[own]).max(initial=0.0)))
+            difference = np.abs(expected - sample.logprobs[own]).max(initial=0.0)
+            worst = float(np.maximum(worst, difference))  # NaN where one is NaN
     return worst
 
 

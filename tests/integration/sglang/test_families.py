@@ -103,7 +103,7 @@ def furthest(engine, made, model, requests):
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         for sample in completion.samples:
             expected = made.of_tokens(request, sample, request.sampling.temperature, model)
-            worst = max(worst, float(np.abs(sample.logprobs - expected).max()))
+            worst = float(np.maximum(worst, np.abs(sample.logprobs - expected).max()))
     return worst
 
 
