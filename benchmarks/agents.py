@@ -51,9 +51,9 @@ WAYS = {
 }
 
 
-def sampler_of(overrides: list[str]) -> GroupSampler:
+def sampler_of(overrides: list[str], supervised: int | None) -> GroupSampler:
     config: Config = load_config("toy-maze-cpu", overrides)
-    path = str(toy_checkpoint_path("toy-maze"))
+    path = str(toy_checkpoint_path("toy-maze", steps=supervised))
     return GroupSampler(config, path, "cpu", scorer=scorer_of(config), store=DirectStore())
 
 
@@ -74,8 +74,10 @@ async def rollout_seconds(sampler: GroupSampler, step: int, groups: int, samples
     return time.perf_counter() - start
 
 
-async def compare_ways(steps: int, groups: int, samples: int) -> dict[str, float]:
-    samplers = {name: sampler_of(overrides) for name, overrides in WAYS.items()}
+async def compare_ways(
+    steps: int, groups: int, samples: int, supervised: int | None
+) -> dict[str, float]:
+    samplers = {name: sampler_of(overrides, supervised) for name, overrides in WAYS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in samplers}
     try:
         for step in range(steps + 1):
@@ -170,11 +172,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="episodes of a group")
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument(
+        "--supervised", type=int, help="steps of the toy's warm start (default: all of them)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("rlinf_vl").setLevel(logging.ERROR)
-    figures = asyncio.run(compare_ways(args.steps, args.groups, args.samples))
+    figures = asyncio.run(compare_ways(args.steps, args.groups, args.samples, args.supervised))
     figures["calls_per_second"] = asyncio.run(calls_per_second(args.calls, args.clients))
     for name, value in figures.items():
         print(f"{name:24} {value:.3f}")

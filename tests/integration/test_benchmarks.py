@@ -228,6 +228,7 @@ def test_environments(tmp_path):
 @pytest.mark.slow
 def test_agents(tmp_path):
     sizes = ["--steps", "1", "--groups", "2", "--samples", "2", "--calls", "40", "--clients", "4"]
+    sizes += ["--supervised", "1"]
     figures = figures_of(tmp_path, "agents.py", *sizes)
     assert figures["seconds_environment"] > 0 and figures["ratio_agent"] > 0
     assert figures["ratio_env_processes"] > 0 and figures["calls_per_second"] > 0
