@@ -21,7 +21,7 @@ from rlinf_vl.engines.make import warm_up
 from rlinf_vl.engines.sglang import process
 from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.engines.sglang.settings import Settings
-from rlinf_vl.engines.sglang.shared_memory import FOLDER, LOADS, open_files
+from rlinf_vl.engines.sglang.shared_memory import FOLDER, LOADS, id_of, open_files
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
@@ -438,7 +438,11 @@ def test_a_killed_scheduler_fails_what_is_pending_and_close_leaves_nothing(
     running.close()
     assert time.monotonic() - start < 60
     blocked.set()
-    mine = [path.name for path in FOLDER.glob(f"{LOADS}*") if path.name in open_files(os.getpid())]
+    mine = [
+        path.name
+        for path in FOLDER.glob(f"{LOADS}*")
+        if id_of(path.stat()) in open_files(os.getpid())
+    ]
     assert mine == [], "closed, an engine leaves its file of load figures"
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

@@ -4,6 +4,8 @@ import mmap
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -61,3 +63,19 @@ def test_load_figures_that_only_this_process_reads_are_removed_at_once(tmp_path)
 
 def test_the_folder_of_shared_memory_is_there():
     assert Path(FOLDER).is_dir() and remove_abandoned() is not None
+
+
+def test_a_semaphore_is_its_makers_though_it_is_mapped_by_another_name():
+    """Another process of the user makes one and starts slowly whoever is to open it."""
+    made = "import multiprocessing as m; s = m.get_context('spawn').Semaphore(); print(s._semlock.name, flush=True); input()"
+    command = [sys.executable, "-c", made]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        name = f"sem.{process.stdout.readline().strip().removeprefix('/')}"
+        old = time.time() - 60
+        os.utime(FOLDER / name, (old, old))
+        assert name not in Path(f"/proc/{process.pid}/maps").read_text()
+        assert name not in remove_abandoned()
+        assert (FOLDER / name).exists()
+        process.communicate("\n")
