@@ -23,6 +23,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, GROUPS = 2, 6
 SIZE = f"data.rollout_batch_size={GROUPS}"
+#: Last digits of a gradient decide on the sign of Adam's step for weights that hardly have one, so
+#: after an update two runs differ in proportion to the learning rate.
+SLOW = "actor.optim.lr=3e-5"
 AGENT = agent_overrides("maze")
 #: At 1.0 the ids of the tail, each of a probability near 1e-5, cut the cumulative sum from which
 #: tokens are drawn into hundreds of pieces. A last digit then decides on a token in one run of two.
@@ -48,7 +51,7 @@ def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
     """Skip where a last digit, which depends on who shares a batch, has decided on a token.
 
     The first update from such a trajectory makes the weights of both runs differ, so only the
-    first step with other tokens tells a fault: at most four of its 48 trajectories may have them.
+    first step with other tokens tells a fault: at most two of its 48 trajectories may have them.
     """
     ours, theirs = map(trajectories_of, runs)
     assert ours.index.equals(theirs.index)
@@ -57,7 +60,7 @@ def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
     by_step = differ.groupby("step").sum()
     if differ.any():
         first = by_step[by_step > 0].iloc[0]
-        assert first <= 4, f"other tokens, in trajectories by step: {by_step.to_dict()}"
+        assert first <= 2, f"other tokens, in trajectories by step: {by_step.to_dict()}"
         pytest.skip(f"last digits decided on tokens of {first} trajectories")
 
 
@@ -68,7 +71,7 @@ def runs(request, tmp_path_factory) -> tuple[Path, Path]:
     folders = []
     for name, overrides in (("agent", agent_overrides(agent)), ("environment", ())):
         folder = tmp_path_factory.mktemp(name)
-        folders.append(played_run(folder, toy, STEPS, SIZE, COLD, *overrides))
+        folders.append(played_run(folder, toy, STEPS, SIZE, COLD, SLOW, *overrides))
     return folders[0], folders[1]
 
 
@@ -96,8 +99,7 @@ def test_an_agents_trajectories_are_the_environments(runs) -> None:
             np.concatenate(table.loc["train"][column].tolist()) for table in (ours, theirs)
         )
         assert np.isfinite(ours_flat).sum() > STEPS * 8 * GROUPS
-        # After an update the weights differ in their last digits, too.
-        np.testing.assert_allclose(ours_flat, theirs_flat, rtol=0, atol=1e-4, err_msg=column)
+        np.testing.assert_allclose(ours_flat, theirs_flat, rtol=0, atol=2e-5, err_msg=column)
     turn_counts = set()
     for own_text, other_text in zip(ours.turns, theirs.turns, strict=True):
         own_turns, other_turns = json.loads(own_text)["turns"], json.loads(other_text)["turns"]

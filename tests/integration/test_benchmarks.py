@@ -32,7 +32,8 @@ def figures_of(tmp_path: Path, script: str, *arguments: str) -> dict:
 
 
 @pytest.mark.slow
-def test_trainer(tmp_path):
+@pytest.mark.parametrize("tower", [[], ["--train-tower"]])
+def test_trainer(tmp_path, tower):
     """The three ways must agree on the loss, or the benchmark fails."""
     drawn = ["--data", str(tmp_path / "nothing.parquet")]
     sizes = [
@@ -46,9 +47,8 @@ def test_trainer(tmp_path):
         "1500",
         "--repeats",
         "1",
-        "--train-tower",
     ]
-    figures = figures_of(tmp_path, "trainer.py", *sizes, *drawn)
+    figures = figures_of(tmp_path, "trainer.py", *sizes, *drawn, *tower)
     assert figures["rows"] == "drawn"
     assert {"ratio_shared_vs_padded", "ratio_shared_vs_packed"} <= figures.keys()
     assert figures["floor_seconds"] == pytest.approx(
