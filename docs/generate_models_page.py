@@ -46,7 +46,7 @@ rlinf-vl prove-family CHECKPOINT --family my_family.py:FAMILY
 kind of layer that the checkpoint has, and each path is compared with transformers' own forward of one sequence at a time:
 packed rows, shared prompts, trees, cached features of a frozen tower, checkpointing, LoRA, the torch engine, exports, two FSDP2
 ranks and context parallel. Pictures of odd sizes are cut by the image processor of a folder, or else by one that follows from
-the config; gradients are those of all weights, the tower's included. It takes a minute on two cores. The exit code is 1 where a
+the config; gradients are those of all weights, the tower's included. It takes a minute or two on two cores. The exit code is 1 where a
 figure is above its limit or a path fails, and the certificate has the figures, their limits, the member's config and the
 versions of the packages. Run it before you train a family of your own, a tower by its path, or a supported family with a newer
 transformers.
