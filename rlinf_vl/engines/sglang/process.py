@@ -2,9 +2,9 @@
 completely.
 
 SGLang behaves as if the process were its own: it replaces the root logger's handlers, the asyncio
-    policy and the start method of
-multiprocessing; when a child of it fails it kills the whole process tree by SIGQUIT, and at exit
-every child of the process, its own or not. An engine inside a Ray worker must do none of that.
+policy and the start method of multiprocessing; when a child of it fails it kills the whole process
+tree by SIGQUIT, and at exit every child of the process, its own or not. An engine inside a Ray
+worker must do none of that.
 """
 
 # SGLang has an environment of its own; types are checked in the other.
@@ -159,6 +159,7 @@ class Host:
         if unfinished:
             self.loop.run_until_complete(asyncio.wait(unfinished, timeout=5))
         close_sockets(engine)
+        close_sockets(engine.tokenizer_manager)
         self.loop.close()
 
     async def _watch(self) -> None:
@@ -220,7 +221,7 @@ def start(arguments: dict[str, Any]) -> tuple[Any, Processes]:
     loaded.
 
     Call it in the thread that will live as long as the engine: its processes die with the thread
-        that started them.
+    that started them.
 
     Raises:
         EngineDied: it did not start; none of its processes is left running.
@@ -230,6 +231,7 @@ def start(arguments: dict[str, Any]) -> tuple[Any, Processes]:
     # actor is not in it.
     ctypes.CDLL(None).signal(int(signal.SIGQUIT), ctypes.c_void_p(1))
     other_children = set(multiprocessing.active_children())
+    managers: list[Any] = []
     try:
         with _process_settings_restored():
             from sglang.srt.entrypoints.engine import Engine
@@ -239,8 +241,18 @@ def start(arguments: dict[str, Any]) -> tuple[Any, Processes]:
                 def shutdown(self) -> None:
                     pass
 
+                @staticmethod
+                def init_tokenizer_manager_func(*args: Any, **keywords: Any) -> Any:
+                    manager, *rest = Engine.init_tokenizer_manager_func(*args, **keywords)
+                    managers.append(manager)
+                    return manager, *rest
+
             engine = Guest(**arguments)
     except BaseException as e:
+        # Here, not by the garbage collector in whatever thread it runs: it may collect sockets and
+        # their context at once, whose end then waits for the sockets, for ever.
+        for manager in managers:
+            close_sockets(manager)
         Processes(set(multiprocessing.active_children()) - other_children).kill()
         raise EngineDied(f"SGLang did not start: {type(e).__name__}: {e}") from e
     watchdog = engine.tokenizer_manager._subprocess_watchdog
@@ -249,17 +261,19 @@ def start(arguments: dict[str, Any]) -> tuple[Any, Processes]:
     return engine, Processes(set(multiprocessing.active_children()) - other_children)
 
 
-def close_sockets(engine: Any) -> None:
-    """Close the engine's sockets and drop messages queued for processes that are gone.
+def close_sockets(owner: Any) -> None:
+    """Close the sockets among an object's attributes, with their contexts.
 
-    A socket left open would delay the end of the program.
+    Messages that are queued for processes that are gone are dropped: a socket left open would delay
+    the end of the program.
     """
     import zmq
 
-    for owner in (engine, engine.tokenizer_manager):
-        for value in vars(owner).values():
-            if isinstance(value, zmq.Socket):
-                value.close(linger=0)
+    for value in vars(owner).values():
+        if isinstance(value, zmq.Socket):
+            context = value.context
+            value.close(linger=0)
+            context.destroy(linger=0)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The real SGLang engine on the CPU, in float32, against transformers' own forward and the torch engine."""
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import zmq
 from sglang_toy import drawing
 
 from rlinf_vl.engines.base import EngineDied
@@ -380,9 +382,15 @@ def test_the_deterministic_option_needs_a_gpu(toy):
         )
 
 
+def open_contexts() -> list[zmq.Context]:
+    """The contexts of ZeroMQ in this process, which wait for their sockets when they are collected."""
+    contexts = (thing for thing in gc.get_objects() if issubclass(type(thing), zmq.Context))
+    return [context for context in contexts if not context.closed]
+
+
 def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tmp_path):
     shutil.copytree(toy.path, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
-    before = set(multiprocessing.active_children())
+    before, contexts = set(multiprocessing.active_children()), open_contexts()
     with pytest.raises(EngineDied, match="did not start"):
         settings = Settings(
             model_path=str(tmp_path / "broken"),
@@ -395,6 +403,7 @@ def test_an_engine_that_can_not_start_says_so_and_leaves_nothing(engine, toy, tm
             settings, FAMILY, banned=toy.banned, pixels=toy.pixels, image_tokens=image_tokens
         )
     assert set(multiprocessing.active_children()) == before
+    assert {id(context) for context in open_contexts()} <= {id(context) for context in contexts}
     assert engine.generate([toy.request(1)])[0].samples
 
 
