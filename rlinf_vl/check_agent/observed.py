@@ -83,20 +83,19 @@ class LoopWatch:
     def _watch(self) -> None:
         end = self._end
         while not end.is_set():
-            # The loop of this moment: the executor leaves one that is blocked for ever.
-            echo = self._executor.begin(_own_thread)
-            try:
-                thread_id = echo.result(BLOCK_S)
-            except TimeoutError:
-                end.wait(LOOK_S)
-                continue
-            echo = self._executor.begin(_own_thread)
-            start_time, lines = time.monotonic(), []
+            echo = self._executor.begin(_echo)
+            # Of this moment: the executor leaves a loop that is blocked for ever.
+            thread_id = self._executor.loop_thread_id
+            start_time, looks = time.monotonic(), 0
             while not echo.done() and not end.wait(LOOK_S):
-                lines.append(self._line(sys._current_frames().get(thread_id)))
-                is_long = time.monotonic() - start_time > BLOCK_S and len(lines) >= MIN_LOOKS
-                if is_long and None not in lines and not echo.done():
-                    self.blocked_lines[lines[-1] or 0] += 1
+                line = self._line(sys._current_frames().get(thread_id or 0))
+                if line is None:
+                    start_time, looks = time.monotonic(), 0
+                    continue
+                looks += 1
+                is_long = time.monotonic() - start_time > BLOCK_S and looks >= MIN_LOOKS
+                if is_long and not echo.done():
+                    self.blocked_lines[line] += 1
                     return
             end.wait(LOOK_S)
 
@@ -107,5 +106,5 @@ class LoopWatch:
         return frame.f_lineno if frame is not None else None
 
 
-async def _own_thread() -> int:
-    return threading.get_ident()
+async def _echo() -> None:
+    """Return as soon as the event loop runs callbacks."""

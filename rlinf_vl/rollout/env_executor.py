@@ -81,6 +81,7 @@ class ThreadExecutor:
         self._idle = 0  # idle threads for which no job is queued yet
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # runs coroutine functions
+        self._loop_thread: threading.Thread | None = None
 
     async def call(self, function: Callable[[], Any], on_begin: Callable[[Future], None]) -> Any:
         """Call a function or coroutine function and return its result.
@@ -126,6 +127,11 @@ class ThreadExecutor:
             self._closing = deque(entry for entry in self._closing if not entry[1].done())
             return self._timed_out + sum(deadline < time_s for deadline, _ in self._closing)
 
+    @property
+    def loop_thread_id(self) -> int | None:
+        """The identity of the newest event loop's thread; None before a coroutine function ran."""
+        return self._loop_thread.ident if self._loop_thread is not None else None
+
     def begin_close(self, function: Callable[[], Any]) -> Future:
         """Call an environment's `close` without waiting.
 
@@ -144,9 +150,10 @@ class ThreadExecutor:
             with self._lock:
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
-                    threading.Thread(
+                    self._loop_thread = threading.Thread(
                         target=self._loop.run_forever, name="environments", daemon=True
-                    ).start()
+                    )
+                    self._loop_thread.start()
                 return asyncio.run_coroutine_threadsafe(self._in_time(function()), self._loop)
         future: Future = Future()
         future.set_running_or_notify_cancel()

@@ -1,12 +1,16 @@
 """`check-env` on agents that break one rule each, and on some that break none."""
 
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from rlinf_vl.__main__ import main
+from rlinf_vl.check_agent.observed import LoopWatch
 from rlinf_vl.check_agent.scripted_policy import scripted_processor
+from rlinf_vl.rollout.env_executor import ThreadExecutor
 
 AGENT = '''
 import asyncio, base64, io, json, random, time
@@ -181,6 +185,30 @@ def test_what_is_broken_is_told_in_a_sentence(case, tmp_path, capsys):
         assert f"{tmp_path / 'agent.py'}, line " in out
     if case == "blocks":
         assert f"{tmp_path / 'agent.py'}, line 28)" in out, out
+
+
+def test_a_loop_that_is_blocked_before_the_first_look_is_seen():
+    """An agent that blocks at once may be faster than the thread that watches it."""
+    executor = ThreadExecutor(timeout_s=60.0)
+    is_blocked, release = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        is_blocked.set()
+        release.wait(60)
+
+    agent = executor.begin(block)
+    assert is_blocked.wait(60)
+    watch = LoopWatch(executor, __file__)
+    try:
+        with watch:
+            deadline = time.monotonic() + 60
+            while not watch.blocked_lines and time.monotonic() < deadline:
+                time.sleep(0.05)
+    finally:
+        release.set()
+    agent.result(60)
+    (line,) = watch.blocked_lines
+    assert "release.wait" in Path(__file__).read_text().splitlines()[line - 1]
 
 
 @pytest.mark.slow
