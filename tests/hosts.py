@@ -62,7 +62,7 @@ class Host:
         """What its processes know as /dev/shm."""
         return self.folder / "shm"
 
-    def run(self, *command: str, expect: int = 0, within: float = 100, **settings: str) -> str:
+    def run(self, *command: str, expect: int = 0, within: float = 300, **settings: str) -> str:
         """What a command says, whose exit code must be `expect`."""
         return finish(self.popen(*command, **settings), expect, within)
 
@@ -106,7 +106,7 @@ def script(name: str, *arguments: str) -> list[str]:
     return ["bash", str(ROOT / "ray_utils" / name), *arguments]
 
 
-def finish(process: subprocess.Popen, expect: int = 0, within: float = 100) -> str:
+def finish(process: subprocess.Popen, expect: int = 0, within: float = 300) -> str:
     try:
         output, _ = process.communicate(timeout=within)
     except subprocess.TimeoutExpired:
@@ -130,7 +130,9 @@ def hosts_with(cpus: list[int]) -> Iterator[list[Host]]:
         OSError: there can be no network namespaces here.
     """
     here = os.getpid() % 10**6
-    switch, subnet = f"rv{here}", f"10.{200 + next(_CALLS) % 50}.{here % 250}"
+    # No two sessions whose process ids are near have the same, as they would by the last digits only.
+    block = (here // 250 + 17 * next(_CALLS)) % 50
+    switch, subnet = f"rv{here}", f"10.{200 + block}.{here % 250}"
     folder = Path(tempfile.mkdtemp(prefix="rc"))  # short: the paths of sockets are bounded
     hosts = [
         Host(

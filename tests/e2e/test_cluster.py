@@ -12,6 +12,8 @@ import pytest
 from hosts import POSSIBLE, ROOT, finish, hosts_with, script
 from whole_run import FIXED_METRICS, rows_of
 
+from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+
 PORT = 6379
 
 pytestmark = [
@@ -98,7 +100,7 @@ def test_a_head_file_that_an_earlier_cluster_left(hosts, tmp_path):
         in said
     )
     assert "left by an earlier cluster?" in said
-    assert time.monotonic() - begin < 2 + 15
+    assert time.monotonic() - begin < 2 + 50
 
 
 def test_a_port_that_is_taken(hosts, tmp_path):
@@ -106,13 +108,11 @@ def test_a_port_that_is_taken(hosts, tmp_path):
     holder = hosts[0].popen(sys.executable, "-c", listen)
     try:
         assert holder.stdout.readline() == "up\n"
-        said = hosts[0].run(
-            *script("start_ray.sh"), expect=1, within=30, RAY_HEAD_FILE=str(tmp_path / "head")
-        )
+        said = hosts[0].run(*script("start_ray.sh"), expect=1, RAY_HEAD_FILE=str(tmp_path / "head"))
         assert f"port {PORT} of this machine is taken by process {holder.pid} (python" in said
         # nor does the other node take for a head what merely listens there
         settings = {"MASTER_ADDR": hosts[0].ip, "RAY_AUTH_TOKEN": "0" * 64, "RAY_WAIT_TIMEOUT": "2"}
-        said = hosts[1].run(*script("start_ray.sh"), expect=1, within=60, **settings)
+        said = hosts[1].run(*script("start_ray.sh"), expect=1, **settings)
         assert f"what listens at {hosts[0].ip}:{PORT} does not answer as a Ray head does" in said
     finally:
         holder.kill()
@@ -145,7 +145,7 @@ def test_a_peer_that_does_not_come(cluster):
     )
     said = cluster[0].run(*script("check_ray.sh", "3"), expect=1, RAY_WAIT_TIMEOUT="0")
     assert "offer 2 GPU(s); at least 3 wanted" in said
-    assert time.monotonic() - begin < 2 + 20
+    assert time.monotonic() - begin < 2 + 50
 
 
 def test_starting_twice_is_starting_once(cluster, head_file):
@@ -213,25 +213,37 @@ def test_a_run_across_both_hosts(cluster, second, tmp_path):
     """By the run script, which finds the cluster by itself: the actor ranks on one host, the rollout worker on the other, all
     in the environment of the run, which is not that of the cluster."""
     head, other = cluster
-    run = head.popen(
-        "bash",
-        str(ROOT / "examples/reasoning/run_main_grpo_vqa.sh"),
-        "toy-grpo-cpu",
-        f"runner.output_dir={tmp_path}",
-        "runner.max_steps=2",
-        "runner.val_check_interval=-1",
-        "runner.save_interval=-1",
-        "data.rollout_batch_size=4",
-        "cluster.num_nodes=2",
-        "cluster.component_placement={actor: 0-1, rollout: 2}",
-        RLINF_VL_PYTHON=str(second),
-    )
     seen = {head.ip: set(), other.ip: set()}
-    while run.poll() is None:
-        for host in cluster:
-            seen[host.ip] |= host.actors()
-        time.sleep(0.3)
-    said = finish(run)
+    # A file: nobody reads while it runs, and a pipe that is full would stop it.
+    with (tmp_path / "said").open("w") as output:
+        run = head.popen(
+            "bash",
+            str(ROOT / "examples/reasoning/run_main_grpo_vqa.sh"),
+            "toy-grpo-cpu",
+            f"runner.output_dir={tmp_path}",
+            f"rollout.model.model_path={toy_checkpoint_path(steps=1)}",
+            "runner.max_steps=2",
+            "runner.val_check_interval=-1",
+            "runner.save_interval=-1",
+            "data.rollout_batch_size=4",
+            "cluster.num_nodes=2",
+            "cluster.component_placement={actor: 0-1, rollout: 2}",
+            RLINF_VL_PYTHON=str(second),
+            PYTHONFAULTHANDLER="1",
+            output=output,
+        )
+    try:
+        deadline = time.monotonic() + 600
+        while run.poll() is None and time.monotonic() < deadline:
+            for host in cluster:
+                seen[host.ip] |= host.actors()
+            time.sleep(0.3)
+    finally:
+        # Where it hangs it says where, and the tests that follow do not find it.
+        run.send_signal(signal.SIGABRT)
+        run.wait()
+    said = (tmp_path / "said").read_text()
+    assert run.returncode == 0, said
     assert f"joining the Ray cluster at {head.ip}:{PORT}" in said
     assert {ip: {name for name, _ in actors} for ip, actors in seen.items()} == {
         head.ip: {"ActorRank"},
