@@ -12,7 +12,7 @@ from whole_run import metrics_of
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

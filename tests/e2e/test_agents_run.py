@@ -18,7 +18,7 @@ from whole_run import (
     trajectories_of,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, GROUPS = 2, 6

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from whole_run import LOCAL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 OWN = """
 import torch

@@ -12,7 +12,7 @@ from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
 from rlinf_vl.toy.buttons import Page, make_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow, needs_browser]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, needs_browser]
 
 #: A grey drawn from the group's seed. The untrained model calls no tool, so its first answer is its last.
 PAGE = """<!doctype html><body><script>

@@ -3,7 +3,7 @@
 import pytest
 from whole_run import metrics_of, played_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_engine_and_trainer_agree_over_updates_of_gated_delta_nets(tmp_path):

@@ -4,7 +4,7 @@ import pyarrow.parquet as pq
 import pytest
 from whole_run import metrics_of, played_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.slow

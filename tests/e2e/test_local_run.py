@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from whole_run import comparable, rows_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 SMALL = [
     "runner.max_steps=4",

@@ -14,7 +14,7 @@ from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 from rlinf_vl.algorithms import gigpo_advantages
 from rlinf_vl.toy.maze import Position
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 STEPS, GROUPS = 2, 6
 WEIGHT, DISCOUNT = 0.5, 0.9

@@ -9,7 +9,7 @@ from whole_run import Run, comparable, rows_of
 
 from rlinf_vl.observe.spans import read_spans
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 STEPS = 6
 APART = (

@@ -11,7 +11,7 @@ from whole_run import LOCAL, comparable
 
 from rlinf_vl.__main__ import main
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 SMALL = [
     "runner.max_steps=4",

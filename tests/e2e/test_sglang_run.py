@@ -15,7 +15,6 @@ from whole_run import FIXED_METRICS, marked
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(
         importlib.util.find_spec("sglang") is None,
         reason="SGLang is not installed here; `bash requirements/install.sh --sglang --dev` makes an environment",

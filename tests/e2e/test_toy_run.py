@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from whole_run import FIXED_METRICS, LOCAL, Run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 
 def train(folder: Path, *overrides: str, expect: int = 0) -> str:

@@ -16,7 +16,7 @@ from rlinf_vl.rollout.updates import WeightUpdate
 from rlinf_vl.runtime.launch import _actor_environment
 from rlinf_vl.runtime.ray_process import ActorsLost, own_process, where
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module", autouse=True)

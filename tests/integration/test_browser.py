@@ -11,7 +11,7 @@ from PIL import Image
 
 from rlinf_vl.envs.browser_host import HOST
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), needs_browser]
+pytestmark = [pytest.mark.integration, needs_browser]
 
 #: A red square of 20 pixels at (10, 10), which pays, and a blue one at (50, 30), which does not.
 SQUARES = """<!doctype html><body style="margin:0; background:#fff">

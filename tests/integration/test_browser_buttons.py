@@ -18,7 +18,7 @@ from rlinf_vl.toy import buttons
 from rlinf_vl.toy.buttons import Buttons, Page
 from rlinf_vl.types import Problem
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), needs_browser]
+pytestmark = [pytest.mark.integration, needs_browser]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,6 @@ pytest.importorskip("miniwob", reason="MiniWoB++ is not installed")
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     needs_browser,
 ]
 

@@ -18,7 +18,7 @@ from rlinf_vl.envs import browser_host
 from rlinf_vl.envs.browser_host import HOST
 from rlinf_vl.envs.tool import ToolFailure
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), needs_browser]
+pytestmark = [pytest.mark.integration, needs_browser]
 
 PAGE = '<!doctype html><body style="margin:0"><p id="text">here</p>'
 

@@ -13,7 +13,7 @@ from rlinf_vl.weights.buckets import WeightsDiffer
 from rlinf_vl.weights.delta import DeltaStrategy
 from rlinf_vl.weights.sender import Offer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 #: Several buckets even for the toy.
 BUCKET_BYTES = 2**18
 SYNCS = 50

@@ -18,7 +18,7 @@ from rlinf_vl.weights import STRATEGIES, Listing
 from rlinf_vl.weights.sender import Offer
 from rlinf_vl.weights.strategy import strategy_named
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 OWN = Listing("file_strategy:FileStrategy", "files in a folder that all processes see")
 #: Several buckets even for the toy, which has 92 weights.
 BUCKET_BYTES = 2**18

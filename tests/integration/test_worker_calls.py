@@ -15,7 +15,7 @@ from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.rollout.worker_handle import WorkerHandle
 from tests.object_store import used_bytes
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 #: More than the calls that Ray lets an actor run at once.
 N_OPEN = 1200
 #: Seconds after which an answer will not come.

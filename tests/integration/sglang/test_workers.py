@@ -21,7 +21,6 @@ from rlinf_vl.weights.strategy import strategy_named
 # Engines start, one after the other.
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(900),
 ]
 #: Several buckets even for the toy.
 BUCKET_BYTES = 2**18
