@@ -89,8 +89,8 @@ FAULTS = (
         name="placeholders-unmerged",
         page="architecture",
         promise="The number of image placeholders equals what the grids make (t·h·w / merge²).",
-        old="return grids.prod(axis=1) // self.merge_size**2",
-        new="return grids.prod(axis=1) // self.merge_size",
+        old="return grids.prod(axis=1) * self.tokens_per_tile // self.merge_size**2",
+        new="return grids.prod(axis=1) * self.tokens_per_tile // self.merge_size",
         tests=("tests/unit/models/test_processing.py",),
     ),
     Fault(

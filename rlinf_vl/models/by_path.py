@@ -1,14 +1,22 @@
-"""A family that is not in the table, by the paths of its vision tower and its text model.
+"""The general path: a family that has no file, by its vision tower and its text model.
 
-Its modules compute as in transformers, except that text layers attend through the
-`AttentionContext` of the running forward: transformers' attention interface hands it their rotated
-queries, keys and values. The requirements are checked on a model without weights: every text layer
-attends to all earlier tokens through that interface; the tower takes patches and their grids, as
-the towers of Qwen2-VL and its descendants do; image tokens have the positions of M-RoPE.
+transformers names the two, or the config gives their paths. The modules compute as in transformers,
+except that text layers attend through the `AttentionContext` of the running forward: transformers'
+attention interface hands it their rotated queries, keys and values. The requirements are checked on
+a model without weights:
+
+- every text layer attends to all earlier tokens through that interface;
+- images are patches with grids, as those of Qwen2-VL and its descendants, or tiles of one size, and
+  the model's `get_image_features` needs nothing else;
+- positions are counted, or those of M-RoPE.
+
+Whether the result is what transformers computes is for `rlinf-vl prove-family` to say.
 """
 
 import inspect
-from dataclasses import replace
+import math
+import os
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +33,14 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlinf_vl.models.families.qwen3 import plain_positions
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
 from rlinf_vl.models.families.qwen3_vl import deepstack_text_forward
 from rlinf_vl.models.family import Family, VisionFeatures, text_forward
 from rlinf_vl.models.image_processor import QwenImages
-from rlinf_vl.models.image_tokens import ImageTokens, mrope_positions
+from rlinf_vl.models.image_tokens import ImageTokens, counted_positions, mrope_positions
 from rlinf_vl.models.shapes import head_dim
+from rlinf_vl.models.tiles import TileImages, blank_tile, patches_of_tile
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Prices
 
@@ -39,10 +49,23 @@ Paths = tuple[str, str]
 KEYS = "actor.model.vlm.vision_encoder_attr", "actor.model.vlm.language_model_attr"
 
 
-def parts_at(
-    config: PreTrainedConfig, paths: Paths, trust_remote_code: bool
-) -> tuple[nn.Module, Any, Any]:
-    """Return (model without weights, its vision tower, its text model), by the paths of the two.
+@dataclass(frozen=True)
+class Parts:
+    """A model without weights, its vision tower and its text model."""
+
+    model: Any
+    tower: Any
+    text: Any
+    paths: Paths
+
+    @property
+    def owner_path(self) -> str:
+        """The path of the module that has the tower and the text model."""
+        return ".".join(os.path.commonprefix([path.split(".") for path in self.paths]))
+
+
+def parts_of(config: PreTrainedConfig, paths: Paths | None, trust_remote_code: bool) -> Parts:
+    """Return a model's parts: at these paths, or else those that transformers names.
 
     Raises:
         ValueError: there is no such model or module, or one module contains the other.
@@ -54,26 +77,39 @@ def parts_at(
             )
     except ValueError as error:  # transformers has no such class for this config
         raise ValueError(
-            f"{KEYS[0]}: {config.model_type} is no vision-language model of transformers"
+            f"{KEYS[0]}: {config.model_type} is no vision-language model of transformers: "
+            f"{str(error).partition(chr(10))[0]}"
         ) from error
+    paths = paths or _named_paths(model)
     tower, text = (_module_at(model, key, path) for key, path in zip(KEYS, paths, strict=True))
     if paths[0].startswith(f"{paths[1]}.") or paths[1].startswith(f"{paths[0]}.") or tower is text:
         raise ValueError(
             f"{KEYS[0]}: {paths[0]!r} and {KEYS[1]}: {paths[1]!r} are not modules apart"
         )
-    return model, tower, text
+    return Parts(model, tower, text, paths)
+
+
+def _named_paths(model: Any) -> Paths:
+    """Return the paths of the vision tower and the text model that transformers names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    vision_path = paths.get(id(model.get_encoder(modality="image")), "")
+    text_path = paths.get(id(model.get_decoder()), "")
+    if not vision_path or not text_path:
+        raise ValueError(
+            f"{type(model).__name__} does not say which module is its vision tower and which its "
+            f"text model; name them: {' and '.join(KEYS)}"
+        )
+    return vision_path, text_path
 
 
 def family_by_path(
-    config: Any,
-    paths: Paths,
-    model: nn.Module,
-    tower: Any,
-    text: Any,
-    checkpoint: str | Path,
-    trust_remote_code: bool,
+    config: Any, parts: Parts, checkpoint: str | Path, trust_remote_code: bool
 ) -> Family:
-    """Make the family of models with this config, from `parts_at` these paths.
+    """Make the family of models with this config.
 
     Args:
         checkpoint: the folder of the tokenizer, from which the image tokens are read; without it
@@ -82,49 +118,156 @@ def family_by_path(
     Raises:
         ValueError: the modules can't be used; the message says what is missing.
     """
-    parameters = list(inspect.signature(tower.forward).parameters)
-    if "grid_thw" not in parameters:
-        raise ValueError(
-            f"{KEYS[0]}: {paths[0]} ({type(tower).__name__}) takes {', '.join(parameters)}; only "
-            "towers that take patches and grid_thw, as Qwen2-VL's does, are supported"
-        )
+    model, paths = parts.model, parts.paths
+    owner = model.get_submodule(parts.owner_path)
+    takes_patches = _takes_patches(owner, parts)
     blocks = [
         f"{path}.{_blocks_of(module, key)}"
-        for path, module, key in zip(paths, (tower, text), KEYS, strict=True)
+        for path, module, key in zip(paths, (parts.tower, parts.text), KEYS, strict=True)
     ]
-    _check_text(text, len(list(model.get_submodule(blocks[1]).children())), paths[1])
-    _check_positions(model.get_submodule(paths[0].rpartition(".")[0]), config)
-    # Modules that follow the tower's blocks turn patches into tokens: they are the projector.
-    children = [name for name, _ in tower.named_children()]
-    projector_names = children[children.index(blocks[0].rpartition(".")[2]) + 1 :]
-    tokens: list[str] = []
-    if checkpoint:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        token_ids = {
-            name: i
-            for name, i in config.to_dict().items()
-            if name.endswith("_token_id") and isinstance(i, int)
-        }
-        ids = [i for name, i in token_ids.items() if name.startswith(("vision", "image", "video"))]
-        tokens = tokenizer.convert_ids_to_tokens([token_ids["image_token_id"], *ids])
-    with_deepstack = "deepstack_visual_embeds" in inspect.signature(text.forward).parameters
-    return replace(
+    has_mrope = hasattr(owner, "get_rope_index")
+    layers = len(list(model.get_submodule(blocks[1]).children()))
+    _check_text(parts.text, layers, paths[1], has_mrope)
+    if has_mrope:
+        _check_positions(owner, config)
+    projector = _projector(parts, blocks[0])
+    in_tower = all(path.startswith(f"{paths[0]}.") for path in projector)
+    image_token, special_tokens = _image_tokens(config, checkpoint, trust_remote_code)
+    with_deepstack = "deepstack_visual_embeds" in inspect.signature(parts.text.forward).parameters
+    text = deepstack_text_forward if with_deepstack else text_forward
+    family = replace(
         QWEN3_VL,
         model_type=config.model_type,
         text_model=paths[1],
         text_blocks=blocks[1],
         vision_tower=paths[0],
         vision_blocks=blocks[0],
-        projector=tuple(f"{paths[0]}.{name}" for name in projector_names),
+        projector=projector,
         fsdp_units=(f"{blocks[0]}.*", f"{blocks[1]}.*", paths[0]),
-        image_token=tokens[0] if tokens else "",
-        special_tokens=tuple(tokens),
+        image_token=image_token,
+        special_tokens=special_tokens,
         layers=dict,
-        text_forward=deepstack_text_forward if with_deepstack else text_forward,
+        exports_original_format=True,
+        positions=mrope_positions if has_mrope else counted_positions,
+        text_forward=text if has_mrope else plain_positions,
         encode_images=encode_images,
         image_processor=AnyImages,
-        prices=partial(_prices, model.get_submodule(blocks[1]), tower),
+        prices=partial(_prices, _numel(model.get_submodule(blocks[1])), _numel(parts.tower)),
     )
+    if takes_patches and in_tower:
+        return family
+    if takes_patches:
+        # A convolution over the patch as a square, where others take its numbers in a row.
+        has_squares = any(isinstance(module, nn.Conv2d) for module in parts.tower.modules())
+        encoder = encode_square_patches if has_squares else encode_patches
+        return replace(family, image_encoder=parts.owner_path, encode_images=encoder)
+    tower_products = _numel(parts.tower) * patches_of_tile(config)
+    return replace(
+        family,
+        image_encoder=parts.owner_path,
+        encode_images=encode_tiles,
+        prices=partial(_prices, _numel(model.get_submodule(blocks[1])), tower_products),
+        image_processor=TileImages,
+        blank_image=blank_tile,
+        blank_tokens=_tokens_of_a_tile(owner, config, parts),
+    )
+
+
+def _projector(parts: Parts, tower_blocks: str) -> tuple[str, ...]:
+    """Return the paths of the modules that turn the tower's patches into tokens.
+
+    They are those beside the tower, or else those in it that follow its blocks.
+    """
+    prefix = f"{parts.owner_path}." if parts.owner_path else ""
+    children = parts.model.get_submodule(parts.owner_path).named_children()
+    projector = tuple(
+        f"{prefix}{name}" for name, child in children if child not in (parts.tower, parts.text)
+    )
+    if projector:
+        return projector
+    tower_path = parts.paths[0]
+    names = [name for name, _ in parts.tower.named_children()]
+    name_of_blocks = tower_blocks.removeprefix(f"{tower_path}.").split(".")[0]
+    return tuple(f"{tower_path}.{name}" for name in names[names.index(name_of_blocks) + 1 :])
+
+
+def _tokens_of_a_tile(owner: Any, config: Any, parts: Parts) -> int:
+    """Return the number of tokens that a tile becomes.
+
+    Raises:
+        ValueError: the model can't encode one, or not to tokens as wide as the text model's.
+    """
+    tower = f"{KEYS[0]}: {parts.paths[0]} ({type(parts.tower).__name__})"
+    tile, grids = blank_tile(config)
+    try:
+        blank = torch.empty(tile.shape, device="meta")
+        tokens = encode_tiles(owner, blank, grids, parts.model.dtype).tokens
+    except Exception as error:  # unknown code of an unknown family may raise anything
+        raise ValueError(
+            f"{tower} can't encode a tile of {tile.shape[1]} numbers: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    width = config.get_text_config().hidden_size
+    if tokens.shape[1] != width:
+        raise ValueError(
+            f"{tower} makes tokens of {tokens.shape[1]} numbers; those of the text model have "
+            f"{width}"
+        )
+    return len(tokens)
+
+
+def _takes_patches(owner: Any, parts: Parts) -> bool:
+    """Return whether images are patches with grids; else they are tiles.
+
+    Raises:
+        ValueError: the model needs something else of an image.
+    """
+    tower = f"{KEYS[0]}: {parts.paths[0]} ({type(parts.tower).__name__})"
+    has_merge_size = hasattr(parts.model.config.vision_config, "spatial_merge_size")
+    if "grid_thw" in inspect.signature(parts.tower.forward).parameters and has_merge_size:
+        return True
+    if not hasattr(owner, "get_image_features"):
+        raise ValueError(f"{tower}: {type(owner).__name__} has no get_image_features")
+    inputs = inspect.signature(owner.get_image_features).parameters
+    if "image_grid_thw" in inputs:
+        if not has_merge_size:
+            raise ValueError(
+                f"{tower}: its config has no spatial_merge_size, the patches of a token's side"
+            )
+        return True
+    # What has a default follows from the config, or is a mask of padding, which tiles lack.
+    needed = [name for name, p in inputs.items() if p.default is p.empty and name != "kwargs"]
+    if needed != ["pixel_values"]:
+        raise ValueError(
+            f"{tower} encodes images by {', '.join(needed)}; only patches with their grids (as "
+            "Qwen2-VL's) and tiles of one size are supported"
+        )
+    if "token_type_ids" in inspect.signature(owner.forward).parameters:
+        raise ValueError(
+            f"{tower}: tokens of {type(owner).__name__} attend to later ones of their prompt or "
+            "image, which is not supported"
+        )
+    return False
+
+
+def _image_tokens(
+    config: Any, checkpoint: str | Path, trust_remote_code: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return the placeholder's text, and those that may never be sampled, by the config's ids."""
+    if not checkpoint:
+        return "", ()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    token_ids = {
+        name: i
+        for name, i in config.to_dict().items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(i, int)
+    }
+    placeholder = token_ids.get("image_token_id", token_ids.get("image_token_index"))
+    if placeholder is None:
+        raise ValueError(f"the config of {checkpoint} has no image_token_id")
+    ids = [i for name, i in token_ids.items() if name.startswith(("vision", "image", "video"))]
+    tokens = tokenizer.convert_ids_to_tokens([placeholder, *ids])
+    return tokens[0], tuple(tokens)
 
 
 def _module_at(model: nn.Module, key: str, path: str) -> nn.Module:
@@ -148,9 +291,11 @@ def _module_at(model: nn.Module, key: str, path: str) -> nn.Module:
 
 
 def _blocks_of(module: nn.Module, key: str) -> str:
-    """Return the name of a module's largest list of layers, by parameters."""
+    """Return the path in a module of its largest list of layers, by parameters."""
     lists = {
-        name: child for name, child in module.named_children() if isinstance(child, nn.ModuleList)
+        name: child
+        for name, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child)
     }
     if not lists:
         raise ValueError(
@@ -190,7 +335,7 @@ def attend(
 ALL_ATTENTION_FUNCTIONS.register("context", attend)
 
 
-def _check_text(text: Any, layers: int, path: str) -> None:
+def _check_text(text: Any, layers: int, path: str, has_mrope: bool) -> None:
     """Check that every text layer attends through the context, in a forward of four `meta` tokens.
 
     Raises:
@@ -205,11 +350,14 @@ def _check_text(text: Any, layers: int, path: str) -> None:
     context, old_implementation = _RecordingContext(), text.config._attn_implementation
     try:
         text.config._attn_implementation = "context"
+        # On `meta`, PyTorch's grouped products of experts are there in this dtype alone.
+        text.to(torch.bfloat16)
         embeddings = text.get_input_embeddings()(
             torch.zeros(1, 4, dtype=torch.int64, device="meta")
         )
         positions = torch.zeros(4, 1, 4, dtype=torch.int64, device="meta")
-        text_forward(text, embeddings, positions, None, (), context=context)
+        forward = text_forward if has_mrope else plain_positions
+        forward(text, embeddings, positions, None, (), context=context)
     except Exception as error:  # unknown code of an unknown family may raise anything
         raise ValueError(
             f"{KEYS[1]}: {path} ({type(text).__name__}) can't be run on packed rows: "
@@ -266,6 +414,44 @@ def encode_images(
     return VisionFeatures(out.pooler_output, tuple(getattr(out, "deepstack_features", ())))
 
 
+def encode_patches(
+    owner: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
+) -> VisionFeatures:
+    """Run tower and projector on patches: `Family.encode_images` of a projector beside a tower."""
+    device = "cpu" if patches.is_meta else patches.device
+    out = owner.get_image_features(
+        pixel_values=patches.to(dtype), image_grid_thw=on_device(grids, device), return_dict=True
+    )
+    return VisionFeatures(_rows(out.pooler_output))
+
+
+def encode_square_patches(
+    owner: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
+) -> VisionFeatures:
+    """Run `encode_patches` of a tower that takes patches as [P, 3, side, side]."""
+    side = math.isqrt(patches.shape[1] // 3)
+    return encode_patches(owner, patches.view(-1, 3, side, side), grids, dtype)
+
+
+def encode_tiles(
+    owner: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
+) -> VisionFeatures:
+    """Run tower and projector on tiles, [tiles, 3 · side²]: `Family.encode_images` of tiles."""
+    side = math.isqrt(patches.shape[1] // 3)
+    tiles = patches.to(dtype).view(-1, 3, side, side)
+    if "pixel_attention_mask" in inspect.signature(owner.get_image_features).parameters:
+        tiles = tiles.unsqueeze(0)  # the images of one prompt
+    return VisionFeatures(
+        _rows(owner.get_image_features(pixel_values=tiles, return_dict=True).pooler_output)
+    )
+
+
+def _rows(features: Any) -> torch.Tensor:
+    """Return features [N, H], which some models return by image or by tile."""
+    parts = features if isinstance(features, (list, tuple)) else [features]
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
 class AnyImages(QwenImages):
     """Patches made by the checkpoint's own processor, which is run once for each image size."""
 
@@ -279,15 +465,25 @@ class AnyImages(QwenImages):
         return tuple(processed["image_grid_thw"][0].tolist())
 
 
-def _prices(text_blocks: nn.Module, tower: nn.Module, config: Any, tower_trained: bool) -> Prices:
-    """Return the prices of `qwen.prices`, estimated from the numbers of parameters.
+def _prices(text_numel: int, tower_products: int, config: Any, tower_trained: bool) -> Prices:
+    """Return the prices of `shapes.prices`, estimated from the numbers of parameters.
 
     Each parameter of the text model is multiplied once per token, each of the tower once per patch.
+
+    Args:
+        tower_products: multiply-adds of the tower for one row of pixels, a patch or a tile.
     """
     text = config.get_text_config()
-    linear = sum(p.numel() for p in text_blocks.parameters())
     return Prices(
-        attention=2 * text.num_attention_heads * head_dim(text) * text.num_hidden_layers / linear,
-        head=text.vocab_size * text.hidden_size / linear,
-        patch=sum(p.numel() for p in tower.parameters()) / linear * (1 if tower_trained else 1 / 3),
+        attention=2
+        * text.num_attention_heads
+        * head_dim(text)
+        * text.num_hidden_layers
+        / text_numel,
+        head=text.vocab_size * text.hidden_size / text_numel,
+        patch=tower_products / text_numel * (1 if tower_trained else 1 / 3),
     )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -38,7 +38,7 @@ class VisionFeatures:
     tokens: "torch.Tensor"
     deepstack: "tuple[torch.Tensor, ...]" = ()
 
-    def select(self, rows: "torch.Tensor") -> "VisionFeatures":
+    def select(self, rows: "torch.Tensor | slice") -> "VisionFeatures":
         """Return the features of these tokens."""
         return VisionFeatures(self.tokens[rows], tuple(layer[rows] for layer in self.deepstack))
 
@@ -112,7 +112,7 @@ class Family:
     text_blocks: str
     vision_tower: str | None
     vision_blocks: str | None
-    projector: tuple[str, ...]  # modules in the tower that turn patches into tokens
+    projector: tuple[str, ...]  # modules that turn the tower's patches into tokens
     #: Paths (see `submodules`) of modules that FSDP shards as separate units, inner ones first; the
     #: root's unit has all other weights.
     fsdp_units: tuple[str, ...]
@@ -127,15 +127,20 @@ class Family:
     #: (text model, embeddings [1|S, T, H], positions [4, 1|S, T], positions of image tokens int64
     #: [N] or None, deepstack features, context=AttentionContext) → last hidden state [1|S, T, H]
     text_forward: "Callable[..., torch.Tensor]" = text_forward
-    #: (vision tower, patches [P, d], grids int64 [n, 3], dtype that the tower computes in) →
+    #: The module that `encode_images` gets; None for the vision tower. Another one has the
+    #: projector beside the tower.
+    image_encoder: str | None = None
+    #: (image encoder, patches [P, d], grids int64 [n, 3], dtype that the tower computes in) →
     #: features
     encode_images: "Callable[[nn.Module, torch.Tensor, np.ndarray, torch.dtype], VisionFeatures]" = no_images
     #: (checkpoint, min_pixels, max_pixels) → processor; None for a bound means the checkpoint's own
     image_processor: Callable[[str | Path, int | None, int | None], ImageProcessor] = (
         images.QwenImages
     )
-    #: config → (patches, grids) of the smallest image, which takes one token
+    #: config → (patches, grids) of the smallest image
     blank_image: Callable[[Any], tuple[np.ndarray, np.ndarray]] = images.blank_image
+    #: Tokens of that image: one, or those of a tile.
+    blank_tokens: int = 1
     #: vision config or preprocessor_config.json → side in pixels of the square of an image token
     token_side: Callable[[Mapping[str, Any]], int] = images.token_side
     #: config → number of tensors in `VisionFeatures`
@@ -151,6 +156,8 @@ class Family:
     #: (content of config.json, whether the engine is on a CPU) → reasons why SGLang (0.5.23) can't
     #: run the model. An absent key has transformers' default.
     engine_limits: Callable[[Mapping[str, Any], bool], Iterable[str]] = lambda config, on_cpu: ()
+    #: Whether an export has the names and layouts of checkpoints on the hub, not those in memory.
+    exports_original_format: bool = False
     #: config → its mixtures of experts, None where it has none
     mixture: Callable[[Any], Mixture | None] = no_mixture
     #: Last parts of the names of weights that are float32 whatever the model's dtype: in training,

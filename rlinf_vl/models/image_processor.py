@@ -77,18 +77,29 @@ class QwenImages:
             image,
             out["image_grid_thw"],
         )
-        return np.asarray(out["pixel_values"], np.float32)
+        pixels = np.asarray(out["pixel_values"], np.float32)
+        return pixels.reshape(len(pixels), -1)
 
     def image_tokens(self, placeholder_id: int) -> ImageTokens:
         """Return the images' placeholders, which have this id, among token ids."""
         return ImageTokens(placeholder_id, self._merge_size)
 
 
+def channels_of(vision: Any) -> int:
+    """Return the colours of a pixel by a vision config, whose key has several names."""
+    return getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+
+
+def frames_of_patch(vision: Any) -> int:
+    """Return the frames that a patch spans: one without a key."""
+    return getattr(vision, "temporal_patch_size", None) or 1
+
+
 def blank_image(config: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return (patches, grids) of the smallest image: one token, all zeros."""
     vision = config.vision_config
     merge = vision.spatial_merge_size
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    width = channels_of(vision) * frames_of_patch(vision) * vision.patch_size**2
     return np.zeros((merge * merge, width), np.float32), np.array([[1, merge, merge]])
 
 
@@ -99,7 +110,7 @@ def processor_settings(config: Any) -> dict[str, Any]:
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
-        "temporal_patch_size": vision.temporal_patch_size,
+        "temporal_patch_size": frames_of_patch(vision),
     }
 
 

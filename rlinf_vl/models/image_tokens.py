@@ -1,8 +1,8 @@
 """Images among token ids: how many placeholders an image takes, and the positions of all tokens.
 
-Positions are those of M-RoPE, computed for one sequence before packing. A text token advances t, h
-and w together. An image's tokens are spread over its grid, and advance what follows by the grid's
-longer side (Wang et al. 2024, "Qwen2-VL", section 2.1).
+Positions are computed for one sequence before packing. Most models count tokens. Those with M-RoPE
+have a text token advance t, h and w together; an image's tokens are spread over its grid, and
+advance what follows by the grid's longer side (Wang et al. 2024, "Qwen2-VL", section 2.1).
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,41 @@ from rlinf_vl.types import TokenSequence
 class ImageTokens:
     """The placeholders of images among the token ids of one checkpoint.
 
-    A grid is (t, h, w) in patches, as `ImageProcessor.grid` returns it.
+    A grid is (t, h, w) in patches, as `ImageProcessor.grid` returns it; of an image that is cut
+    into tiles, (tiles, 1, 1).
     """
 
     id: int  # of a placeholder; -1, which no token has, where the model reads no images
     merge_size: int = 1  # patches that make one token, along h and along w
+    tokens_per_tile: int = 1
+    #: Ids that a prompt has around an image's placeholders, where the chat template writes none.
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
 
     def __call__(self, grids: np.ndarray) -> np.ndarray:
         """Return int [n], the number of placeholders of each image in `grids` [n, 3]."""
-        return grids.prod(axis=1) // self.merge_size**2
+        return grids.prod(axis=1) * self.tokens_per_tile // self.merge_size**2
+
+    def expand(self, rendered: np.ndarray, grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Replace the one placeholder of each image by all ids of the image.
+
+        Args:
+            rendered: int32 [R], with as many placeholders as `grids` [n, 3] has images.
+
+        Returns:
+            (ids int32 [T], lengths int64 [R]: the number of ids that each of `rendered` became).
+        """
+        tokens = self(grids)
+        lengths = np.ones(len(rendered), np.int64)
+        lengths[rendered == self.id] = tokens + len(self.prefix) + len(self.suffix)
+        ids = np.repeat(rendered, lengths)
+        if self.prefix or self.suffix:
+            ends = np.cumsum(lengths)[rendered == self.id].tolist()
+            for end, n in zip(ends, tokens.tolist(), strict=True):
+                last = end - len(self.suffix)
+                ids[last:end] = self.suffix
+                ids[last - n - len(self.prefix) : last - n] = self.prefix
+        return ids, lengths
 
     def token_grids(self, grids: np.ndarray) -> np.ndarray:
         """Return the grids [n, 3] in tokens."""
@@ -39,6 +65,21 @@ class ImageTokens:
         assert placeholders == needed, (
             f"{placeholders} image placeholder ids for {len(grids)} images that need {needed}"
         )
+
+
+def counted_positions(ids: np.ndarray, grids: np.ndarray, image_tokens: ImageTokens) -> np.ndarray:
+    """Return the positions of one unpacked sequence, int64 [4, T], of a model that counts tokens.
+
+    Raises:
+        ValueError: the placeholders in `ids` are not as many as those of `grids`.
+    """
+    placeholders, needed = int((ids == image_tokens.id).sum()), image_tokens(grids)
+    if placeholders != needed.sum():
+        raise ValueError(
+            f"{placeholders} image placeholder ids for {len(grids)} images that need "
+            f"{needed.tolist()} of them"
+        )
+    return np.tile(np.arange(len(ids)), (4, 1))
 
 
 def mrope_positions(ids: np.ndarray, grids: np.ndarray, image_tokens: ImageTokens) -> np.ndarray:

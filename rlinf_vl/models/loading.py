@@ -1,5 +1,6 @@
 """Reading and writing checkpoints: transformers models with our attention, and what they train."""
 
+import re
 import shutil
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,12 +14,14 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.mixture import mixture_forward
 
+#: Names of a config's shares of dropout.
+DROPOUT = re.compile(r"dropout|drop_path|drop_prob|pdrop")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Parts of a model that are trained or frozen, each with its learning rate. Embeddings and head are
 #: in the language model.
@@ -38,6 +41,7 @@ TOKENIZER_AND_PROCESSOR_FILES = (
     "generation_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 
@@ -52,11 +56,28 @@ def load_model(
     disable_progress_bar()  # a bar per process would break the run's progress line
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     family.check(config, path)
+    switch_dropout_off(config)
     with _kept_in_float32(family.float32_weights):
         model = family.model_class.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
         )
     return use_packed_attention(model, family)
+
+
+def switch_dropout_off(config: Any) -> None:
+    """Set every share of dropout and of dropped paths in a config and its parts to 0.
+
+    Sampling has no dropout, and a ratio of probabilities compares the same function of the weights.
+    """
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            switch_dropout_off(value)
+        elif DROPOUT.search(name) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 @contextmanager
@@ -201,9 +222,14 @@ def save_model(
     for name, weight in model.named_parameters():
         for engine_name, value in family.engine_names(name, weight.detach()):
             weights[engine_name] = weight.detach() if value.shape == weight.shape else value
+    # Those that checkpoints have, such as a router's correction.
+    saved = model.state_dict().keys()
+    weights |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
     for engine_name, keys in family.engine_config(model.config).items():
         getattr(model.config, engine_name).update(keys)
-    model.save_pretrained(folder, state_dict=weights, save_original_format=False)
+    model.save_pretrained(
+        folder, state_dict=weights, save_original_format=family.exports_original_format
+    )
     mode = (folder / "config.json").stat().st_mode
     for file in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
         file.chmod(mode)

@@ -116,7 +116,11 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
     # peft matches names by its own rules: compare what it wrapped with what was chosen.
     wrapped = set(map(_unwrapped_name, adapters(model)))
     expected = {*experts, *(f"{name}.weight" for name in modules)}
-    assert wrapped == expected, f"peft adapts {sorted(wrapped ^ expected)} otherwise than asked"
+    if differing := sorted(wrapped ^ expected):
+        raise AdapterError(
+            f"actor.model.lora.target_modules: peft adapts {len(differing)} weight(s) otherwise "
+            f"than asked, such as {differing[0]}; name modules with names of their own"
+        )
 
 
 def adapted_names(model: PreTrainedModel, family: Family, lora: LoraSettings) -> list[str]:

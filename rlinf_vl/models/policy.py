@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlinf_vl.models.attention import AttentionContext, SegmentAttention
 from rlinf_vl.models.context import ContextAttention, ContextRanks
 from rlinf_vl.models.family import Family, VisionFeatures
-from rlinf_vl.models.loading import output_weight
+from rlinf_vl.models.loading import output_weight, part_of
 from rlinf_vl.models.logprobs import likeliest, token_logprobs
 from rlinf_vl.models.mixture import ROUTES, ExpertLoad, Routing
 from rlinf_vl.models.shapes import Mixture
@@ -35,15 +35,27 @@ def encode_images(
 
     The result is differentiable if the tower is trained.
     """
-    tower = model.get_submodule(family.vision_tower or "")
     patches = on_device(pixel_values, device)
-    with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
-        return family.encode_images(tower, patches, grids, output_weight(model).dtype)
+    with torch.set_grad_enabled(trains_images(model, family) and torch.is_grad_enabled()):
+        return family.encode_images(
+            image_encoder(model, family), patches, grids, output_weight(model).dtype
+        )
+
+
+def image_encoder(model: nn.Module, family: Family) -> nn.Module:
+    """Return the module that `Family.encode_images` gets."""
+    return model.get_submodule(family.image_encoder or family.vision_tower or "")
 
 
 def is_trained(module: nn.Module) -> bool:
     """Return whether any parameter of the module takes gradients."""
     return any(p.requires_grad for p in module.parameters())
+
+
+def trains_images(model: nn.Module, family: Family) -> bool:
+    """Return whether any parameter of vision tower and projector takes gradients."""
+    paths = (family.vision_tower or "", *family.projector)
+    return any(is_trained(model.get_submodule(path)) for path in paths)
 
 
 def hidden_states(
@@ -232,9 +244,12 @@ class PolicyModel(nn.Module):
         """
         if not torch.is_grad_enabled():
             return False
-        tower = f"{self.family.vision_tower}."
-        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        return bool(trained) and all(name.startswith(tower) for name in trained)
+        trained = {
+            part_of(name, self.family)
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
+        return bool(trained) and "language_model" not in trained
 
     def _routing(
         self,

@@ -100,6 +100,7 @@ class Processor:
         """
         vocabulary = self.tokenizer.get_vocab()
         never = {self.tokenizer.pad_token_id, *map(vocabulary.get, self.family.special_tokens)}
+        never |= {*self.image_tokens.prefix, *self.image_tokens.suffix}
         allowed = set(vocabulary.values()) - never | set(self.stop_ids)
         banned = np.ones(vocab_size, bool)
         banned[[i for i in allowed if i < vocab_size]] = False

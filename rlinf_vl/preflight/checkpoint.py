@@ -17,6 +17,7 @@ from rlinf_vl.config.chat_template import unnamed_variables
 from rlinf_vl.config.toys import TOKEN_SIDE, TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.errors import ConfigError, nearest
+from rlinf_vl.models.certificates import proven_wrong
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_processor import token_side
@@ -158,21 +159,20 @@ def _family(
     checkpoint_text = (
         f"the checkpoint at {config.rollout.model.model_path} is of type {checkpoint_type!r}"
     )
-    if config.actor.model.vlm.paths is not None:
-        yield from _paths(config)
-        if checkpoint_type not in FAMILIES and config.rollout.rollout_backend == "sglang":
+    is_general = checkpoint_type not in FAMILIES and not is_code(configured_type)
+    if is_general and configured_type != "auto":
+        yield f"{key}: {configured_type!r}, but {checkpoint_text}; set {key}=auto"
+    elif is_general and (reason := proven_wrong(checkpoint_type, _unused_paths(config))):
+        yield f"rollout.model.model_path: {checkpoint_text}: {reason}"
+    elif is_general or config.actor.model.vlm.paths is not None:
+        yield from _general_family(config, checkpoint_type, checkpoint_text)
+        if is_general and config.rollout.rollout_backend == "sglang":
             yield (
                 "rollout.rollout_backend: sglang has names of its own for weights, which are not "
                 f"known of {checkpoint_type!r}; set rollout.rollout_backend=torch"
             )
     elif is_code(configured_type):
         pass  # the code declares itself what it supports
-    elif checkpoint_type not in FAMILIES:
-        yield (
-            f"rollout.model.model_path: {checkpoint_text}, which is not supported; supported: "
-            f"{', '.join(FAMILIES)}. If it has a tower like Qwen2-VL's, name its parts: "
-            "actor.model.vlm.vision_encoder_attr and language_model_attr"
-        )
     elif configured_type in FAMILIES and configured_type != checkpoint_type:
         yield f"{key}: {configured_type!r}, but {checkpoint_text}; set {key}={checkpoint_type}"
     family = FAMILIES.get(checkpoint_type)
@@ -219,24 +219,50 @@ def _family(
                 yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
 
 
-def _paths(config: Config) -> Iterator[str]:
-    """Yield a problem unless `actor.model.vlm` leads to modules that can be used.
+def _unused_paths(config: Config) -> list[str]:
+    """Return the paths of `prove-family` that a run does not take."""
+    actor = config.actor
+    used = {
+        "lora": actor.model.is_lora,
+        "context parallel": actor.context_parallel_size > 1,
+        "checkpointing": actor.fsdp_config.gradient_checkpointing,
+    }
+    return [path for path, is_used in used.items() if not is_used]
 
-    This imports torch, and makes the model without its weights.
+
+def _general_family(config: Config, checkpoint_type: str, checkpoint_text: str) -> Iterator[str]:
+    """Yield a problem unless the model has parts that the general path can use.
+
+    They are those that `actor.model.vlm` or transformers names. This imports torch, and makes the
+    model without its weights.
     """
     try:
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as VISION_LANGUAGE_MODELS,
+        )
+
         from rlinf_vl.models.families import family_at
         from rlinf_vl.preflight.model import model_config
     except ImportError:  # the run will use another Python, which has torch
         return
     paths, model = config.actor.model.vlm.paths, config.rollout.model
-    assert paths is not None
+    is_known = checkpoint_type in VISION_LANGUAGE_MODELS or checkpoint_type in FAMILIES
+    if not is_known and not model.trust_remote_code:
+        yield (
+            f"rollout.model.model_path: {checkpoint_text}, which is no vision-language model of "
+            f"transformers; supported: {', '.join(FAMILIES)}, and others of docs/models.md"
+        )
+        return
     with suppress(ConfigError):  # its shape is unknown until it is downloaded
         shape, _ = model_config(model.model_path, trust_remote_code=model.trust_remote_code)
         try:
             family_at(shape, paths, trust_remote_code=model.trust_remote_code)
         except ValueError as error:
-            yield str(error)
+            yield (
+                str(error)
+                if paths
+                else f"rollout.model.model_path: {checkpoint_text}, which is not supported: {error}"
+            )
 
 
 def _mixture(

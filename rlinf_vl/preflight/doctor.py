@@ -330,6 +330,7 @@ def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[L
 
 def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> Iterator[Line]:
     """Yield findings that depend on the model, with `ranks` and `engines` on each machine."""
+    from rlinf_vl.models.certificates import not_proven
     from rlinf_vl.models.loading import DTYPES
     from rlinf_vl.models.lora import AdapterError
     from rlinf_vl.preflight.model import Model
@@ -343,6 +344,9 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
     except (ConfigError, ValueError) as error:
         yield line("model", config.rollout.model.model_path, error, "warn")
         return
+    model_type = model.family.model_type
+    if reason := not_proven(model_type):
+        yield line("model", f"{config.rollout.model.model_path}, {model_type}", reason, "warn")
     if model.family.decode_state(model.shape).row_shapes and _on_gpus(machine, config):
         fla_version = machine.packages.get("fla-core")
         hint = "PyTorch's operations take its place, slowly; `python -m pip install 'fla-core>=0.6'` installs it"

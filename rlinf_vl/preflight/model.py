@@ -54,10 +54,12 @@ class Model:
         self.shape, self.shape_source = model_config(
             self.path, trust_remote_code=rollout.trust_remote_code
         )
-        paths = config.actor.model.vlm.paths
-        model_type = rollout.model_type if is_code(rollout.model_type) else self.shape.model_type
-        files = config.runner.code_files
-        self.family = family_at(self.shape, paths) if paths else family_of(model_type, files=files)
+        paths, files = config.actor.model.vlm.paths, config.runner.code_files
+        self.family = (
+            family_of(rollout.model_type, files=files)
+            if is_code(rollout.model_type)
+            else family_at(self.shape, paths)
+        )
         self._meta_model = meta_model(
             self.shape,
             self.family,

@@ -23,7 +23,7 @@ from rlinf_vl.models.family import Family, VisionFeatures
 from rlinf_vl.models.kernels.attention import Varlen
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import CHUNK_BYTES
-from rlinf_vl.models.policy import PolicyModel, is_trained
+from rlinf_vl.models.policy import PolicyModel, image_encoder, trains_images
 from rlinf_vl.types import MicroBatch
 
 _aten = torch.ops.aten
@@ -171,7 +171,7 @@ def trace_step(
     with live:
         if not family.vision_tower:
             features = None
-        elif is_trained(model.get_submodule(family.vision_tower)):
+        elif trains_images(model, family):
             features = _encode(model, family, len(images), longest)
         else:
             features = _features(model, family, len(images), device)
@@ -202,15 +202,17 @@ def trace_images(model: PreTrainedModel, family: Family, tokens: int, longest: i
 
 
 def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> VisionFeatures:
-    """Run the tower on blank images of `tokens` in all, each of at most `longest`."""
+    """Run the tower on blank images of `tokens` in all, each of about `longest` at most."""
     tower = model.get_submodule(family.vision_tower or "")
     weight = next(tower.parameters())
     blank, grid = family.blank_image(model.config)
     sizes = [min(longest, tokens - start) for start in range(0, tokens, longest)]
-    # The blank image has one token: one of n tokens is n times as wide.
-    grids = np.concatenate([grid * (1, 1, size) for size in sizes])
+    # An image of n times the blank one's tokens is n times as wide.
+    grids = np.concatenate([grid * (1, 1, -(-size // family.blank_tokens)) for size in sizes])
     patches = torch.zeros(int(grids.prod(axis=1).sum()), blank.shape[1], device=weight.device)
-    return family.encode_images(tower, patches, grids, weight.dtype)
+    features = family.encode_images(image_encoder(model, family), patches, grids, weight.dtype)
+    # Whole tiles may have more tokens than the row has places.
+    return features.select(slice(tokens)) if len(features.tokens) > tokens else features
 
 
 def _features(

@@ -18,7 +18,7 @@ from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.models.families import FAMILIES, family_at, family_of
 from rlinf_vl.models.family import Family
 from rlinf_vl.prove.certificate import Outcome, outcomes_of, write_certificate
-from rlinf_vl.prove.member import member_of
+from rlinf_vl.prove.member import Member, member_of
 from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.user_code import CodeError, is_code
 
@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
         with _checkpoint_folder(arguments.checkpoint) as folder:
             config = _config_of(arguments.checkpoint)
             family = _family(arguments, config)
-            proofs = Proofs(member_of(family, config, folder))
+            proofs = Proofs(_member(family, config, folder))
             chosen = _chosen_paths(arguments.paths, proofs)
             outcomes: list[Outcome] = []
             for outcome in outcomes_of(proofs, chosen.__contains__):
@@ -102,9 +102,24 @@ def _family(arguments: argparse.Namespace, config: PretrainedConfig) -> Family:
             raise ConfigError(
                 f"--family {arguments.family!r}: a family of your own is path/to/file.py:NAME"
             )
-        return family_of(arguments.family or config.model_type)
+        if arguments.family:
+            return family_of(arguments.family)
+        return family_at(config)
     except (ValueError, CodeError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _member(family: Family, config: PretrainedConfig, folder: Path) -> Member:
+    """Return `member_of` these.
+
+    Raises:
+        ConfigError: the config has no small sizes.
+    """
+    try:
+        return member_of(family, config, folder)
+    except Exception as error:  # transformers checks configs in many ways
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"no tiny member of {config.model_type} can be made: {text}") from error
 
 
 def _chosen_paths(names: str | None, proofs: Proofs) -> list[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from rlinf_vl.models.families import family_at
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_processor import ImageProcessor, processor_settings
 from rlinf_vl.models.image_tokens import ImageTokens
-from rlinf_vl.models.loading import use_packed_attention
+from rlinf_vl.models.loading import switch_dropout_off, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.tiles import TileImages, blank_tile
 
 #: Sizes of a text model, where its config has the key. The size of a head stays the checkpoint's,
 #: since the sections of rotary angles add up to it.
@@ -31,11 +35,21 @@ TEXT_SIZES = {
     "linear_value_head_dim": 8,
 }
 #: Sizes of a vision tower. Sizes of patches and windows stay the checkpoint's.
-VISION_SIZES = {"num_heads": 2, "intermediate_size": 44, "depth": 3}
+VISION_SIZES = {
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 44,
+    "depth": 3,
+    "num_hidden_layers": 3,
+}
+#: Patches along a side of a tile, or of the image whose positions a tower has learned.
+TILE_PATCHES = 4
 HIDDEN, VISION_HIDDEN = 48, 32
 MIN_LAYERS = 2
 #: Ids from `VOCABULARY` on are those that the config names, such as an image's placeholder.
 VOCABULARY, NAMED_IDS = 64, 32
+#: Ends of the keys of a config that name token ids.
+TOKEN_KEYS = ("token_id", "token_index")
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class Member:
         """The placeholders of images among the member's ids."""
         if self.images is None:
             return ImageTokens(-1)
-        return self.images.image_tokens(int(self.config.image_token_id))
+        return self.images.image_tokens(image_token_id(self.config))
 
     @property
     def special_ids(self) -> set[int]:
@@ -97,6 +111,35 @@ class Member:
         return PolicyModel(model, self.family, self.banned, temperature=temperature, chunk=None)
 
 
+class MemberTiles:
+    """Cuts an image into as many tiles of the tower's size as its shape asks for, two at most."""
+
+    def __init__(self, config: Any, tokens_per_tile: int) -> None:
+        self._side = math.isqrt(blank_tile(config)[0].shape[1] // 3)
+        self._tokens_per_tile = tokens_per_tile
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        return 2 if max(height, width) > 1.5 * min(height, width) else 1, 1, 1
+
+    def patches(self, image: Image.Image) -> np.ndarray:
+        """Return [tiles, 3 · side²]: the image's halves, or all of it."""
+        tiles, _, _ = self.grid(image.height, image.width)
+        resized = image.resize((tiles * self._side, self._side))
+        pixels = np.asarray(resized, np.float32).transpose(2, 0, 1) / 127.5 - 1
+        return np.stack(np.split(pixels, tiles, axis=2)).reshape(tiles, -1)
+
+    def image_tokens(self, placeholder_id: int) -> ImageTokens:
+        return ImageTokens(placeholder_id, tokens_per_tile=self._tokens_per_tile)
+
+
+def image_token_id(config: Any) -> int:
+    """Return the id of an image's placeholders, whose key has two names."""
+    for key in ("image_token_id", "image_token_index"):
+        if getattr(config, key, None) is not None:
+            return int(getattr(config, key))
+    raise ValueError(f"the config of {config.model_type} names no image token")
+
+
 def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> Member:
     """Make the tiny member of a checkpoint.
 
@@ -108,6 +151,10 @@ def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> M
     tiny = tiny_config(config)
     if family.vision_tower is None:
         return Member(family, tiny, None)
+    if family.image_processor is TileImages:
+        # Of the tiny tower's size, which the checkpoint's processor does not cut.
+        family = family_at(tiny)
+        return Member(family, tiny, MemberTiles(tiny, family.blank_tokens))
     folder = Path(folder)
     if not (folder / "preprocessor_config.json").exists():
         settings = json.dumps(processor_settings(tiny))
@@ -128,7 +175,13 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
         _shrink_vision(vision, text["hidden_size"])
         deepstack = len(vision.get("deepstack_visual_indexes") or ())
         assert text["num_hidden_layers"] >= deepstack
-    return AutoConfig.for_model(**sizes)
+        # Several layers whose features are read, from the last on.
+        if isinstance(layers := sizes.get("vision_feature_layer"), (list, tuple)):
+            depth = VISION_SIZES["num_hidden_layers"]
+            sizes["vision_feature_layer"] = [-1 - i % depth for i in range(len(layers))]
+    tiny = AutoConfig.for_model(**sizes)
+    switch_dropout_off(tiny)
+    return tiny
 
 
 def _shrink_text(text: dict[str, Any], config: Any) -> None:
@@ -184,6 +237,12 @@ def _shrink_vision(vision: dict[str, Any], text_hidden: int) -> None:
     else:
         vision |= {"hidden_size": VISION_HIDDEN, "out_hidden_size": text_hidden}
     vision["initializer_range"] = VISION_HIDDEN**-0.5
+    if vision.get("image_size"):
+        patch = vision["patch_size"]
+        is_square = not isinstance(patch, (list, tuple))
+        vision["image_size"] = (
+            TILE_PATCHES * patch if is_square else [TILE_PATCHES * side for side in patch]
+        )
     # Layers of a kind by their numbers: as many as fit, not all.
     for key in ("deepstack_visual_indexes", "fullatt_block_indexes"):
         if vision.get(key):
@@ -195,7 +254,7 @@ def _renumber(settings: dict[str, Any], new_ids: dict[int, int]) -> None:
     for key, value in settings.items():
         if isinstance(value, dict):
             _renumber(value, new_ids)
-        elif str(key).endswith("token_id") and value is not None:
+        elif str(key).endswith(TOKEN_KEYS) and value is not None:
             ids = [new_ids.setdefault(i, VOCABULARY + len(new_ids)) for i in _as_list(value)]
             settings[key] = ids if isinstance(value, (list, tuple)) else ids[0]
     assert len(new_ids) <= NAMED_IDS
@@ -207,7 +266,7 @@ def _ids_in(settings: Mapping[str, Any]) -> list[int]:
     for key, value in settings.items():
         if isinstance(value, Mapping):
             ids += _ids_in(value)
-        elif str(key).endswith("token_id"):
+        elif str(key).endswith(TOKEN_KEYS):
             ids += _as_list(value)
     return ids
 

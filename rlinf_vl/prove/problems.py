@@ -130,12 +130,20 @@ def _picture(
 ) -> tuple[ImageRef, Grid]:
     """Return a picture of noise, and its grid."""
     assert member.images is not None
-    side = member.family.token_side(member.config.vision_config.to_dict())
+    side = _token_side(member)
     height, width = (max(1, round(n * side)) for n in size)
     noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
     return ImageRef.of(file.getvalue()), member.images.grid(height, width)
+
+
+def _token_side(member: Member) -> int:
+    """Return the side in pixels of an image token, or about it."""
+    vision = member.config.vision_config.to_dict()
+    if member.family.blank_tokens > 1:  # sides are resized anyway
+        return 16
+    return member.family.token_side(vision)
 
 
 def _placeholders(member: Member, grid: Grid) -> np.ndarray:

@@ -19,7 +19,7 @@ from torch import nn
 from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.loading import checkpoint_blocks, freeze, save_model
-from rlinf_vl.models.lora import is_adapter, train_parts
+from rlinf_vl.models.lora import AdapterError, is_adapter, train_parts
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
@@ -146,7 +146,10 @@ class Proofs:
         weighted_sum(expected).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if is_adapter(name)}
         policy = self.member.policy().train()
-        train_parts(policy.model, self.member.family, (), LORA)
+        try:
+            train_parts(policy.model, self.member.family, (), LORA)
+        except AdapterError as error:
+            raise Refused(str(error)) from error
         _with_adapters(self.member, policy.model)
         return self._row_figures(self._flat, expected.detach(), gradients, policy=policy)
 

@@ -1,6 +1,7 @@
 """transformers' own forward of one sequence at a time: what every proof compares with."""
 
 import inspect
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlinf_vl.data.images import decode
+from rlinf_vl.models.by_path import encode_square_patches
 from rlinf_vl.packing.collator import Member as PackedTrajectory
 from rlinf_vl.prove.member import Member
 from rlinf_vl.types import Group, ImageRef, TokenSequence
@@ -29,8 +31,14 @@ def logprobs_of(member: Member, model: PreTrainedModel, sequence: TokenSequence)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if sequence.images:
         patches = [pixels_of(member, image) for image, _ in sequence.images]
-        inputs["pixel_values"] = torch.from_numpy(np.concatenate(patches))
-        inputs["image_grid_thw"] = torch.tensor([grid for _, grid in sequence.images])
+        pixels = torch.from_numpy(np.concatenate(patches))
+        inputs["pixel_values"] = pixels
+        has_grids = "image_grid_thw" in inspect.signature(model.forward).parameters
+        if has_grids:
+            inputs["image_grid_thw"] = torch.tensor([grid for _, grid in sequence.images])
+        if not has_grids or member.family.encode_images is encode_square_patches:
+            side = math.isqrt(pixels.shape[1] // 3)
+            inputs["pixel_values"] = pixels.view(-1, 3, side, side)
         if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
             inputs["mm_token_type_ids"] = (ids == member.image_tokens.id).int()
     if hasattr(model.model, "rope_deltas"):  # of the sequence before

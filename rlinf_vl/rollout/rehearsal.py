@@ -21,6 +21,7 @@ from rlinf_vl.data.unusable import shorten
 from rlinf_vl.envs import Env, EnvMaker, StepResult
 from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.certificates import not_proven
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.rewards.scoring import Score, Scorer
 from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
@@ -35,6 +36,7 @@ from rlinf_vl.rollout.row_check import (
     without_reference,
 )
 from rlinf_vl.types import Problem, SamplingParams
+from rlinf_vl.user_code import is_code
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +91,15 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
         dataset = open_datasets(config.data, ENVIRONMENTS)["train"]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    builder = request_builder_of(config, processor_of(config, model_path))
+    processor = processor_of(config, model_path)
+    builder = request_builder_of(config, processor)
     agent = config.rollout.agent
     player_name = config.rollout.env_class
     if agent.is_set:
         player_name = agent.function or " ".join(agent.command)
     rehearsal = Rehearsal(len(dataset), player_name, config.data.max_prompt_length)
+    if not is_code(config.rollout.model.model_type):
+        rehearsal.warnings += filter(None, [not_proven(processor.family.model_type)])
     # A judge is a service that costs money: asking it is left to the run.
     entries = [entry for entry in config.reward.entries if entry["function"] not in ASKING]
     scorer = scorer_of(config, entries)

@@ -176,11 +176,8 @@ class Renderer:
             spans.append((start, len(ids)))
         expanded, grids = self._expand(ids, images)
         # An image's placeholder stands for several tokens.
-        repeats = np.ones(len(ids), np.int64)
-        repeats[np.asarray(ids) == self.processor.image_token_id] = self.processor.image_tokens(
-            grids
-        )
-        positions = np.append(0, np.cumsum(repeats)).tolist()
+        _, lengths = self.processor.image_tokens.expand(np.asarray(ids, np.int32), grids)
+        positions = np.append(0, np.cumsum(lengths)).tolist()
         return expanded, [(positions[start], positions[end]) for start, end in spans], grids
 
     def follow(
@@ -388,7 +385,7 @@ class Renderer:
         return rendered
 
     def _expand(self, ids: list[int], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
-        """Repeat the image placeholders among the ids, one of each image, once per image token.
+        """Replace the image placeholders among the ids, one of each image, by the image's ids.
 
         Returns:
             (ids int32 [P], grids int32 [len(images), 3]).
@@ -404,9 +401,7 @@ class Renderer:
                 f"{self.processor.family.image_token} for {len(images)} images: the messages do "
                 "not show each image once, or the chat template does not render them"
             )
-        repeats = np.ones(len(rendered), np.int64)
-        repeats[is_image] = self.processor.image_tokens(grids)
-        return np.repeat(rendered, repeats), grids
+        return self.processor.image_tokens.expand(rendered, grids)[0], grids
 
     def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
         return np.asarray([self.processor.grid(image) for image in images], np.int32).reshape(

@@ -243,9 +243,9 @@ def start(arguments: dict[str, Any]) -> tuple[Any, Processes]:
 
                 @staticmethod
                 def init_tokenizer_manager_func(*args: Any, **keywords: Any) -> Any:
-                    manager, *rest = Engine.init_tokenizer_manager_func(*args, **keywords)
+                    manager, templates = Engine.init_tokenizer_manager_func(*args, **keywords)
                     managers.append(manager)
-                    return manager, *rest
+                    return manager, templates
 
             engine = Guest(**arguments)
     except BaseException as e:

@@ -45,39 +45,41 @@ def family_of(
         return load_code(model_type, {}, files or {}, kind="model family", signature="Family")
     from transformers import AutoConfig
 
-    if paths is not None:
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        return family_at(config, paths, checkpoint, trust_remote_code)
-    if model_type == "auto":
-        model_type = AutoConfig.from_pretrained(
-            checkpoint, trust_remote_code=trust_remote_code
-        ).model_type
-    if model_type not in FAMILIES:
+    if paths is None and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    if paths is None and model_type != "auto":
         raise ValueError(
             f"rollout.model.model_type: {model_type!r} is not a known family; known: "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES)}; auto takes others as transformers computes them"
         )
-    return FAMILIES[model_type]
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    return family_at(config, paths, checkpoint, trust_remote_code)
 
 
 def family_at(
     config: "PreTrainedConfig",
-    paths: "Paths",
+    paths: "Paths | None" = None,
     checkpoint: str | Path = "",
     trust_remote_code: bool = False,
 ) -> Family:
-    """Return a model's family by its config and the paths of its vision tower and text model.
+    """Return a model's family by its config: the table's, else that of the general path.
 
-    It is `family_by_path`, or the table's family if that has tower and text model at these paths.
+    Args:
+        paths: of its vision tower and its text model; None for those that the table or transformers
+            names.
 
     Raises:
-        ValueError: see `parts_at` and `family_by_path`; or the table has them at other paths.
+        ValueError: see `parts_of` and `family_by_path`; or the table has others at these paths.
     """
-    from rlinf_vl.models.by_path import KEYS, family_by_path, parts_at
+    from rlinf_vl.models.by_path import KEYS, family_by_path, parts_of
 
-    model, tower, text = parts_at(config, paths, trust_remote_code)
-    if (family := FAMILIES.get(config.model_type)) is None:
-        return family_by_path(config, paths, model, tower, text, checkpoint, trust_remote_code)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        parts = parts_of(config, paths, trust_remote_code)
+        return family_by_path(config, parts, checkpoint, trust_remote_code)
+    if paths is None:
+        return family
+    parts_of(config, paths, trust_remote_code)  # modules that are not there are named first
     for key, path, family_path in zip(
         KEYS, paths, (family.vision_tower, family.text_model), strict=True
     ):

@@ -205,8 +205,8 @@ def test_paths_of_a_known_family_must_be_its_own():
         (partial(config_of, "glm4v"), (PATHS[0], "lm_head"), "language_model_attr: Linear has no list of layers"),
         (partial(tiny_config, "qwen3"), PATHS, "qwen3 is no vision-language model of transformers"),
         (
-            partial(AutoConfig.for_model, "internvl", text_config={"model_type": "qwen2"} | TEXT),
-            ("model.vision_tower", PATHS[1]), r"takes pixel_values.*; only towers that take patches and grid_thw",
+            partial(AutoConfig.for_model, "llava_next", text_config={"model_type": "qwen2"} | TEXT),
+            ("model.vision_tower", PATHS[1]), "encodes images by pixel_values, image_sizes; only patches with their grids",
         ),
         (
             partial(config_of, "qwen2_vl", use_sliding_window=True, sliding_window=8, max_window_layers=0), PATHS,

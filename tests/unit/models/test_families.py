@@ -19,7 +19,7 @@ FAMILY = family_of("qwen3_vl")
 def test_an_unknown_family_is_refused_by_name():
     with pytest.raises(
         ValueError,
-        match="rollout.model.model_type: 'llava' is not a known family; known: qwen2_5_vl",
+        match="rollout.model.model_type: 'llava' is not a known family; known: qwen2_5_vl.*; auto takes others",
     ):
         family_of("llava")
 

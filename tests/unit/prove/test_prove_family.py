@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from rlinf_vl.__main__ import main
 from rlinf_vl.models import layers
 from rlinf_vl.models.attention import SegmentAttention
-from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.certificates import FOLDER, certificates, not_proven, proven_wrong
+from rlinf_vl.models.families import FAMILIES, family_at
 from rlinf_vl.models.family import Family, VisionFeatures
 from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.image_tokens import ImageTokens, mrope_positions
@@ -346,6 +347,20 @@ def test_a_wrong_family_ends_with_1(tmp_path, capsys):
     assert "qwen3 is not computed as in transformers: packed\n" in capsys.readouterr().out
 
 
+@pytest.mark.quick("internvl")
+@pytest.mark.parametrize("name", [name for name in certificates() if name not in FAMILIES])
+def test_a_certificate_that_comes_with_the_package_holds(name, tmp_path):
+    """Its member, made anew from the config in the certificate: rows against transformers, and what the torch engine samples."""
+    content = json.loads((FOLDER / f"{name}.json").read_text())
+    config = AutoConfig.for_model(**content["member"])
+    assert content["model_type"] == config.model_type == name
+    proofs = Proofs(member_of(family_at(config), config, tmp_path))
+    outcomes = list(outcomes_of(proofs, ("packed", "tree", "torch engine").__contains__))
+    statuses = {path["path"]: path["status"] for path in content["paths"]}
+    assert [outcome.status for outcome in outcomes] == [statuses[o.path] for o in outcomes]
+    assert content["proven"] == (not proven_wrong(name)) and not not_proven(name)
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "glm4v"])
 def test_a_tower_by_its_path_is_proven(name, tmp_path):
     """Families that are not in the table; GLM's checkpoints rotate half of a head."""
@@ -364,7 +379,7 @@ def test_a_tower_by_its_path_is_proven(name, tmp_path):
     [
         (["qwen3_vll"], "transformers has no such model type; did you mean 'qwen3_vl'"),
         (["no/such/folder/at/all"], "checkpoint 'no/such/folder/at/all': "),
-        (["gemma3"], "'gemma3' is not a known family; known: qwen2_5_vl"),
+        (["gemma3"], "tokens of Gemma3Model attend to later ones of their prompt or image"),
         (["qwen3", "--paths", "pakced"], "--paths 'pakced': no such path; did you mean 'packed'?"),
         (["qwen2_vl", "--vision-tower", "model.visual"], "go together"),
         (["qwen3", "--family", "qwen3_vl"], "a family of your own is path/to/file.py:NAME"),

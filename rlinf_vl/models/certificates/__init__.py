@@ -1,0 +1,87 @@
+"""Certificates that come with the package: what `rlinf-vl prove-family` said of model types.
+
+A certificate is a file here, named by its model type. docs/models.md has their figures, and those
+of the families that have a file of their own, which tests measure.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlinf_vl.models.families import FAMILIES
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The proofs of a model type.
+
+    Attributes:
+        paths: by path, the largest differences that were measured.
+        wrong: by path that does not compute what transformers computes, why.
+        refused: by path that there is not, why.
+        transformers: the version of transformers that was compared with.
+    """
+
+    model_type: str
+    paths: dict[str, tuple[float, ...]]
+    wrong: dict[str, str]
+    refused: dict[str, str]
+    transformers: str
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> "Certificate":
+        """Read the content of a file that `prove-family --output` wrote."""
+        by_status: dict[str, dict[str, Any]] = {"proven": {}, "wrong": {}, "refused": {}}
+        for path in content["paths"]:
+            figures = tuple(path["figures"])
+            reason = path["reason"] or f"differs by {max(figures, default=0.0):.1e}"
+            is_proven = path["status"] == "proven"
+            by_status[path["status"]][path["path"]] = figures if is_proven else reason
+        return cls(
+            content["model_type"],
+            by_status["proven"],
+            by_status["wrong"],
+            by_status["refused"],
+            content["versions"]["transformers"],
+        )
+
+
+@cache
+def certificates() -> dict[str, Certificate]:
+    """Return the certificates by model type."""
+    files = sorted(FOLDER.glob("*.json"))
+    return {file.stem: Certificate.of(json.loads(file.read_text("utf-8"))) for file in files}
+
+
+def not_proven(model_type: str) -> str:
+    """Return a sentence about a model type without a certificate, "" for one that is proven."""
+    if model_type in FAMILIES or model_type in certificates():
+        return ""
+    return (
+        f"nobody has proven that models of type {model_type!r} are computed here as in "
+        "transformers: run rlinf-vl prove-family with this checkpoint, two minutes on a CPU"
+    )
+
+
+def proven_wrong(model_type: str, unused: Collection[str] = ()) -> str:
+    """Return a sentence about what was proven wrong of a model type, "" if nothing was.
+
+    Args:
+        unused: paths that a run does not take.
+    """
+    certificate = certificates().get(model_type)
+    if certificate is None:
+        return ""
+    wrong = {path: why for path, why in certificate.wrong.items() if path not in unused}
+    if not wrong:
+        return ""
+    path, reason = next(iter(wrong.items()))
+    return (
+        f"models of type {model_type!r} are not computed here as in transformers "
+        f"{certificate.transformers} ({path}: {reason})"
+    )

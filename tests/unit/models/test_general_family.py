@@ -1,0 +1,234 @@
+"""Models whose family has no file: their parts as transformers names them, tiles, and what is refused."""
+
+import io
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_internvl import SPECIAL, TILE, TOKENS, write_internvl
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from rlinf_vl.config.load import load_config
+from rlinf_vl.models import certificates as certificates_module
+from rlinf_vl.models import tiles
+from rlinf_vl.models.certificates import Certificate, not_proven
+from rlinf_vl.models.families import family_at, family_of
+from rlinf_vl.models.image_tokens import ImageTokens, counted_positions
+from rlinf_vl.models.loading import freeze, load_model, part_of, save_model, switch_dropout_off
+from rlinf_vl.models.policy import trains_images
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.preflight.checkpoint import checkpoint
+from rlinf_vl.prove.member import member_of
+from rlinf_vl.prove.proofs import Proofs
+from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.types import ImageRef
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_internvl(tmp_path_factory.mktemp("internvl") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def processor(folder):
+    return Processor(folder, family_of("auto", folder))
+
+
+def picture(width: int, height: int) -> tuple[ImageRef, Image.Image]:
+    noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return ImageRef.of(file.getvalue()), Image.fromarray(noise)
+
+
+def test_prompts_and_pixels_are_those_of_transformers_processor(folder, processor):
+    """One image of one tile, one of several with a thumbnail, in one prompt."""
+    pictures = [picture(50, 47), picture(170, 60)]
+    content = [
+        {"type": "image"},
+        {"type": "text", "text": "how many red"},
+        {"type": "image"},
+        {"type": "text", "text": "?"},
+    ]
+    messages = [{"role": "user", "content": content}]
+    ids, grids = Renderer(processor).prompt(messages, [ref for ref, _ in pictures])
+    theirs = tiles.images_processor(folder)
+    text = processor.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    expected = theirs(images=[image for _, image in pictures], text=[text], return_tensors="np")
+    assert ids.tolist() == expected["input_ids"][0].tolist()
+    assert grids[:, 0].tolist() == [1, 4] and (grids[:, 1:] == 1).all()
+    rows = np.concatenate([processor.pixels(ref) for ref, _ in pictures])
+    np.testing.assert_array_equal(rows.reshape(-1, 3, TILE, TILE), expected["pixel_values"])
+
+
+def test_a_turn_after_images_begins_with_the_ids_before_it(processor):
+    """And the span of an imitated answer counts the ids around an image."""
+    (ref, _) = picture(170, 60)
+    question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}
+    messages = [question, {"role": "assistant", "content": "a b"}]
+    renderer = Renderer(processor)
+    ids, [(start, end)], _ = renderer.conversation(messages, [ref], [1])
+    prompt, _ = renderer.prompt([question], [ref])
+    assert ids[:start].tolist() == prompt.tolist() and end == len(ids)
+    assert processor.decode(ids[start:end]) == "a b"
+
+
+def test_marks_of_images_are_never_sampled_nor_written_by_a_message(processor):
+    vocabulary = processor.tokenizer.get_vocab()
+    banned = processor.banned_ids(len(vocabulary))
+    marks = [vocabulary[SPECIAL[name]] for name in SPECIAL if name != "video_token"]
+    assert banned[marks].all()
+    ids, _ = Renderer(processor).prompt([{"role": "user", "content": "<img> <IMG_CONTEXT>"}], [])
+    assert not set(marks) & set(ids.tolist())
+
+
+def test_bounds_of_pixels_are_refused(folder):
+    with pytest.raises(ValueError, match="data.image_max_pixels: 999, .* cuts images into tiles"):
+        Processor(folder, family_of("auto", folder), max_pixels=999)
+
+
+def test_parts_are_those_that_transformers_names(folder):
+    family = family_of("auto", folder)
+    assert (family.vision_tower, family.text_model) == (
+        "model.vision_tower",
+        "model.language_model",
+    )
+    assert family.blank_tokens == TOKENS and family.positions is counted_positions
+    model = load_model(folder, family, torch.float32)
+    parts = {name: part_of(name, family) for name, _ in model.named_parameters()}
+    assert {part for name, part in parts.items() if "projector" in name} == {"projector"}
+    assert parts["model.vision_tower.embeddings.cls_token"] == "vision_tower"
+    # A projector that learns beside a frozen tower needs the tower's forward with a graph.
+    freeze(model, family, ["vision_tower"])
+    assert trains_images(model, family)
+    freeze(model, family)
+    assert not trains_images(model, family)
+
+
+def test_a_projector_learns_beside_a_frozen_tower():
+    member = member_of(family_at(AutoConfig.for_model("llava")), AutoConfig.for_model("llava"), ".")
+    proofs = Proofs(member)
+    _, gradients = proofs._flat_reference
+    policy = member.policy().train()
+    freeze(policy.model, member.family, ["vision_tower"])
+    trained = {n: gradients[n] for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert any("projector" in name for name in trained)
+    figures = proofs._row_figures(proofs._flat, proofs._flat_reference[0], trained, policy=policy)
+    assert max(figures) <= 1e-5
+    assert all(p.grad is None for n, p in policy.model.named_parameters() if n not in trained)
+
+
+def test_a_tower_that_drops_paths_drops_none_here(folder):
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.attention_dropout = config.vision_config.attention_dropout = 0.5
+    config.vision_config.hidden_dropout_prob = 0.5
+    switch_dropout_off(config)
+    model = AutoModelForImageTextToText.from_config(config).train()
+    tile, _ = tiles.blank_tile(config)
+    pixels = torch.from_numpy(tile).view(1, 3, TILE, TILE)
+    first, second = (model.model.get_image_features(pixels).pooler_output for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_ids_around_an_image_are_written():
+    tokens = ImageTokens(9, tokens_per_tile=2, prefix=(7,), suffix=(8, 8))
+    rendered, grids = np.array([1, 9, 2, 9], np.int32), np.array([[2, 1, 1], [1, 1, 1]])
+    ids, lengths = tokens.expand(rendered, grids)
+    assert ids.tolist() == [1, 7, 9, 9, 9, 9, 8, 8, 2, 7, 9, 9, 8, 8]
+    assert lengths.tolist() == [1, 7, 1, 5]
+    assert counted_positions(ids, grids, tokens)[1].tolist() == list(range(14))
+    with pytest.raises(ValueError, match="6 image placeholder ids for 1 images that need"):
+        counted_positions(ids, grids[:1], tokens)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("gemma3", "tokens of Gemma3Model attend to later ones of their prompt or image"),
+        ("cohere2_vision", "has layers of sliding_attention; only full_attention is supported"),
+        ("paligemma", "attend to later ones of their prompt or image, which is not supported"),
+        ("llava_next", "encodes images by pixel_values, image_sizes; only patches with their"),
+        ("mistral3", "encodes images by pixel_values, image_sizes; only patches"),
+        ("mllama", "MllamaModel has no get_image_features"),
+        ("video_llama_3", "its config has no spatial_merge_size"),
+        ("smolvlm", "can't encode a tile of 150528 numbers"),
+        ("janus", "makes tokens of 2048 numbers; those of the text model have 4096"),
+        ("bert", "bert is no vision-language model of transformers"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_name(model_type, said):
+    config = AutoConfig.for_model(model_type)
+    text = config.get_text_config()
+    text.num_hidden_layers = 2
+    with pytest.raises(ValueError, match=said):
+        family_at(config)
+
+
+def test_two_tiles_in_the_wrong_order_are_found():
+    """A fault that only images of several tiles show."""
+    config = AutoConfig.for_model("internvl")
+    member = member_of(family_at(config), config, ".")
+    encode = member.family.encode_images
+
+    def reversed_tiles(owner, patches, grids, dtype):
+        return encode(owner, patches.flip(0), grids, dtype)
+
+    wrong = replace(member, family=replace(member.family, encode_images=reversed_tiles))
+    assert max(Proofs(member).packed()) <= 1e-5 < max(Proofs(wrong).packed())
+
+
+def test_an_export_has_the_buffers_that_checkpoints_have(tmp_path):
+    """A mixture's router corrects by one; transformers would begin it anew, at zero."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+    rope |= {"partial_rotary_factor": 0.5}
+    config = AutoConfig.for_model(
+        "glm4v_moe", text_config={"rope_parameters": rope, "head_dim": 128}
+    )
+    member = member_of(family_at(config), config, tmp_path)
+    model = member.model()
+    name = "model.language_model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name).uniform_()
+    save_model(model, member.family, tmp_path)
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(loaded.get_buffer(name), model.get_buffer(name))
+
+
+def test_a_type_that_was_proven_wrong_is_refused_where_the_path_is_taken(folder, monkeypatch):
+    wrong = Certificate(
+        "internvl", {"packed": (0.0,)}, {"lora": "differs by 3.0e-01"}, {}, "5.23.0"
+    )
+    monkeypatch.setattr(certificates_module, "certificates", lambda: {"internvl": wrong})
+    path = f"rollout.model.model_path={folder}"
+    assert list(checkpoint(load_config("toy-grpo-cpu", [path]))) == []
+    (problem,) = checkpoint(load_config("toy-grpo-cpu-lora", [path]))
+    assert "not computed here as in transformers 5.23.0 (lora: differs by 3.0e-01)" in problem
+    monkeypatch.setattr(certificates_module, "certificates", dict)
+    assert "run rlinf-vl prove-family" in not_proven("internvl") and not not_proven("qwen3_vl")
+
+
+def test_placeholders_between_other_tokens_are_refused(folder, monkeypatch):
+    process = tiles.TileImages._process
+
+    def with_row_ends(self, image):
+        rows, ids = process(self, image)
+        return rows, np.insert(ids, 4, ids[-1])
+
+    monkeypatch.setattr(tiles.TileImages, "_process", with_row_ends)
+    with pytest.raises(ValueError, match="with other tokens between them"):
+        tiles.TileImages(folder)
+
+
+def test_sglang_is_refused_and_so_is_a_type_that_is_named(folder):
+    problems = partial(lambda *more: list(checkpoint(load_config("toy-grpo-cpu", [path, *more]))))
+    path = f"rollout.model.model_path={folder}"
+    assert problems() == []
+    (problem,) = problems("rollout.rollout_backend=sglang")
+    assert "set rollout.rollout_backend=torch" in problem
+    (problem,) = problems("rollout.model.model_type=qwen3_vl")
+    assert "'internvl'; set rollout.model.model_type=auto" in problem
