@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlinf_vl.models.certificates import Certificate, certificates
 from rlinf_vl.models.families import FAMILIES
 
 DOCS = Path(__file__).parent
@@ -17,42 +18,58 @@ FIGURES = DOCS / "models.json"
 HEAD = """\
 # Model families
 
-Qwen3-VL, Qwen3-VL mixtures of experts, Qwen3.5, Qwen2.5-VL and, text alone, Qwen3 are supported.
-`rollout.model.model_type: auto` reads the family off the checkpoint. What a family needs is one file in
-[`rlinf_vl/models/families/`](../rlinf_vl/models/families/__init__.py); everything else asks it.
+Qwen3-VL, Qwen3-VL mixtures of experts, Qwen3.5, Qwen2.5-VL and, text alone, Qwen3 have layers of this project's own and run on
+both engines: each is one file in [`rlinf_vl/models/families/`](../rlinf_vl/models/families/__init__.py). InternVL, LLaVA,
+GLM-4.1V and more take [the general path](#the-general-path). `rollout.model.model_type: auto` reads the family off the
+checkpoint, and fine-tunes of a supported model are taken as they are.
 
-## Another family: Gemma, LLaVA, InternVL and others
+## The general path
 
-Only the families of the table below are supported; another model type ends with "is not a known family" and their
-names. What to do depends on its vision tower.
+```bash
+bash examples/reasoning/run_main_grpo_vqa.sh qwen3-vl-2b-grpo-fsdp-geo3k rollout.model.model_path=OpenGVLab/InternVL3-2B-hf \\
+    rollout.model.model_type=auto rollout.rollout_backend=torch data.image_min_pixels=null data.image_max_pixels=null
+```
 
-- **Refused**, whatever the config says: Gemma 3, PaliGemma, LLaVA, LLaVA-OneVision, InternVL, Idefics 3, SmolVLM,
-  Mistral 3, Llama 3.2 Vision. Their towers do not take patches and grids. Take a supported family, or write [a family of
-  your own](extending-engines.md#a-model-family).
-- **Taken if you name its parts**: Qwen2-VL, GLM-4.1V, and what else has a tower that descends from Qwen2-VL's. Set
-  `actor.model.vlm.vision_encoder_attr=model.visual`, `actor.model.vlm.language_model_attr=model.language_model` and
-  `rollout.rollout_backend=torch` ([the command](extending-engines.md#a-model-family)).
-- **Taken as it is**: a fine-tune of a supported model, by `rollout.model.model_path=FOLDER`.
+A model without a file is computed by transformers' modules, with the packed rows, shared prompts, trees, caches, LoRA, ranks,
+context parallel, exports and the torch engine of all others. Nothing is named: transformers says which modules are its
+vision tower and its text model (where it can't, `actor.model.vlm` [does](extending-engines.md#a-model-family)). It takes
 
+- text models whose layers all attend to every earlier token through transformers' attention interface (Llama, Qwen2, Qwen3,
+  GLM), with positions that are counted or M-RoPE's;
+- images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA and InternVL have them.
+  Tiles and the tokens around them are those of the checkpoint's own processor, and `data.image_min_pixels` and `…max_pixels`
+  stay unset.
+
+The rest is **refused** at the start, with what is missing: sliding windows (Gemma 3, Cohere2), tokens that attend to later ones
+(Gemma 3, PaliGemma), images whose padding or order of rows the model must know (LLaVA-NeXT, LLaVA-OneVision, Mistral 3), text
+between the tiles of an image (Idefics 3, SmolVLM), cross attention (Llama 3.2 Vision). It runs on the torch engine: SGLang has
+names of its own for weights. Dropout, which some towers have, is off.
+
+Each row is a certificate of `rlinf-vl prove-family` on two cores, with figures as in the [table below](#what-is-compared). A
+run of a model type without one begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
+
+CERTIFICATES
 ## Prove a family
 
 ```bash
 rlinf-vl prove-family CHECKPOINT --output certificate.json
-rlinf-vl prove-family CHECKPOINT --vision-tower model.visual --text-model model.language_model
 rlinf-vl prove-family CHECKPOINT --family my_family.py:FAMILY
 ```
 
-`CHECKPOINT` is a folder, a model on the hub or a model type. From its config a random member is made with small sizes and every
-kind of layer that the checkpoint has, and each path is compared with transformers' own forward of one sequence at a time:
+`CHECKPOINT` is a folder, a model on the hub or a model type. From its config a random member is made with small sizes and
+every kind of layer that the checkpoint has, and each path is compared with transformers' own forward of one sequence at a time:
 packed rows, shared prompts, trees, cached features of a frozen tower, checkpointing, LoRA, the torch engine, exports, two FSDP2
 ranks and context parallel. Pictures of odd sizes are cut by the image processor of a folder, or else by one that follows from
-the config; gradients are those of all weights, the tower's included. It takes a minute or two on two cores. The exit code is 1 where a
+the config; gradients are those of all weights, the tower's included. It takes 40 s on two cores. The exit code is 1 where a
 figure is above its limit or a path fails, and the certificate has the figures, their limits, the member's config and the
-versions of the packages. Run it before you train a family of your own, a tower by its path, or a supported family with a newer
-transformers.
+versions of the packages.
+
+Run it before you train a family of your own, a model type without a certificate, or a supported family with a newer
+transformers. A model type's default config need not be that of its checkpoints (GLM's rotate half of a head): a folder with a
+config.json is the better argument. Where transformers names no parts, `--vision-tower` and `--text-model` do.
 
 Prompts (the chat template, and how a tokenizer splits them) and SGLang are not proven by it: `rlinf-vl train --check` renders
-prompts, and the table below has SGLang's figures. Qwen2-VL and GLM-4.1V, by their paths, are proven on every path.
+prompts, and the table below has SGLang's figures.
 
 ## What is compared
 
@@ -139,10 +156,30 @@ def cell(family: str, column: str, figures: Mapping[str, Sequence[float]]) -> st
     return REASONS[family, column]
 
 
+def certificate_cell(certificate: Certificate, path: str) -> str:
+    """Return the figures of a path, or why there are none."""
+    if path in certificate.paths:
+        figures = certificate.paths[path]
+        return " / ".join(f"{figure:.1e}" if figure else "0" for figure in figures)
+    return "wrong" if path in certificate.wrong else f"refused: {certificate.refused[path]}"
+
+
+def certificate_table() -> str:
+    """Return the table of the families that have no file."""
+    general = {name: c for name, c in certificates().items() if name not in FAMILIES}
+    paths = list(next(iter(general.values())).paths)
+    lines = ["| model type | " + " | ".join(paths) + " |", "|---" * (1 + len(paths)) + "|"]
+    for name, certificate in general.items():
+        row = " | ".join(certificate_cell(certificate, path) for path in paths)
+        lines.append(f"| `{name}` | {row} |")
+    return "\n".join(lines) + "\n\n"
+
+
 def render() -> str:
     """The whole page."""
     cells = json.loads(FIGURES.read_text(encoding="utf-8"))
-    lines = [HEAD, "| family | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
+    head = HEAD.replace("CERTIFICATES\n", certificate_table())
+    lines = [head, "| family | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
     lines.append("|---" * (1 + len(COLUMNS)) + "|")
     lines += [
         f"| `{family}` | "

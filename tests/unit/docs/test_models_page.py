@@ -6,32 +6,42 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rlinf_vl.models.certificates import certificates
 from rlinf_vl.models.families import FAMILIES, family_at
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
-#: Name in docs/models.md → model type, path of the tower and of the text model in transformers.
+#: Name in docs/models.md → model type, the refusal.
 REFUSED = {
-    "Gemma 3": ("gemma3", "model.vision_tower", "model.language_model"),
-    "PaliGemma": ("paligemma", "model.vision_tower", "model.language_model"),
-    "LLaVA": ("llava", "model.vision_tower", "model.language_model"),
-    "LLaVA-OneVision": ("llava_onevision", "model.vision_tower", "model.language_model"),
-    "InternVL": ("internvl", "model.vision_tower", "model.language_model"),
-    "Idefics 3": ("idefics3", "model.vision_model", "model.text_model"),
-    "SmolVLM": ("smolvlm", "model.vision_model", "model.text_model"),
-    "Mistral 3": ("mistral3", "model.vision_tower", "model.language_model"),
-    "Llama 3.2 Vision": ("mllama", "model.vision_model", "model.language_model"),
+    "Gemma 3": ("gemma3", "tokens of Gemma3Model attend to later ones"),
+    "Cohere2": ("cohere2_vision", "has layers of sliding_attention"),
+    "PaliGemma": ("paligemma", "tokens of PaliGemmaModel attend to later ones"),
+    "LLaVA-NeXT": ("llava_next", "by pixel_values, image_sizes; only patches"),
+    "LLaVA-OneVision": ("llava_onevision", "by pixel_values, image_sizes; only patches"),
+    "Mistral 3": ("mistral3", "by pixel_values, image_sizes; only patches"),
+    "Idefics 3": ("idefics3", "can't encode a tile"),
+    "SmolVLM": ("smolvlm", "can't encode a tile"),
+    "Llama 3.2 Vision": ("mllama", "has no get_image_features"),
 }
 
 
 def test_the_page_names_the_families_that_are_refused():
     text = " ".join((DOCS / "models.md").read_text(encoding="utf-8").split())
-    (names,) = re.findall(r"\*\*Refused\*\*, whatever the config says: (.+?)\. Their towers", text)
-    assert names.split(", ") == list(REFUSED)
+    (sentence,) = re.findall(r"The rest is \*\*refused\*\* (.+?)\. It runs", text)
+    names = re.findall(r"\(([^)]+)\)", sentence)
+    assert {name for part in names for name in part.split(", ")} == set(REFUSED)
 
 
-@pytest.mark.parametrize(("model_type", "tower", "text_model"), REFUSED.values(), ids=REFUSED)
-def test_a_family_that_is_said_to_be_refused_is(model_type: str, tower: str, text_model: str):
+@pytest.mark.parametrize(("model_type", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_family_that_is_said_to_be_refused_is(model_type: str, said: str):
     assert model_type not in FAMILIES
-    with pytest.raises(ValueError, match="only towers that take patches and grid_thw"):
-        family_at(CONFIG_MAPPING[model_type](), (tower, text_model))
+    config = CONFIG_MAPPING[model_type]()
+    text = config.get_text_config()
+    text.num_hidden_layers = 2
+    with pytest.raises(ValueError, match=said):
+        family_at(config)
+
+
+def test_the_page_has_a_row_for_each_certificate():
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "models.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(rows) == sorted({*FAMILIES, *certificates()})
