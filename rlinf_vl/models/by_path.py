@@ -80,6 +80,11 @@ def parts_of(config: PreTrainedConfig, paths: Paths | None, trust_remote_code: b
             f"{KEYS[0]}: {config.model_type} is no vision-language model of transformers: "
             f"{str(error).partition(chr(10))[0]}"
         ) from error
+    except Exception as error:  # a config may break what the model's own code asserts
+        raise ValueError(
+            f"transformers can't make a {config.model_type} of this config: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     paths = paths or _named_paths(model)
     tower, text = (_module_at(model, key, path) for key, path in zip(KEYS, paths, strict=True))
     if paths[0].startswith(f"{paths[1]}.") or paths[1].startswith(f"{paths[0]}.") or tower is text:
