@@ -36,14 +36,14 @@ vision tower and its text model (where it can't, `actor.model.vlm` [does](extend
 
 - text models whose layers all attend to every earlier token through transformers' attention interface (Llama, Qwen2, Qwen3,
   GLM), with positions that are counted or M-RoPE's;
-- images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA and InternVL have them.
-  Tiles and the tokens around them are those of the checkpoint's own processor, and `data.image_min_pixels` and `…max_pixels`
-  stay unset.
+- images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA, InternVL and SmolVLM have
+  them. Tiles and the tokens around and between them are those of the checkpoint's own processor, and `data.image_min_pixels`
+  and `…max_pixels` stay unset.
 
 The rest is **refused** at the start, with what is missing: sliding windows (Gemma 3, Cohere2), tokens that attend to later ones
-(Gemma 3, PaliGemma), images whose padding or order of rows the model must know (LLaVA-NeXT, LLaVA-OneVision, Mistral 3), text
-between the tiles of an image (Idefics 3, SmolVLM), cross attention (Llama 3.2 Vision). It runs on the torch engine: SGLang has
-names of its own for weights. Dropout, which some towers have, is off.
+(Gemma 3, PaliGemma), images whose padding or order of rows the model must know (LLaVA-NeXT, LLaVA-OneVision, Mistral 3), cross
+attention (Llama 3.2 Vision). It runs on the torch engine: SGLang has names of its own for weights. Dropout, which some towers
+have, is off.
 
 Each row is a certificate of `rlinf-vl prove-family` on two cores, with figures as in the [table below](#what-is-compared). A
 run of a model type without one begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.

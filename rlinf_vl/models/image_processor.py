@@ -30,6 +30,13 @@ class ImageProcessor(Protocol):
         """Return the images' placeholders, which have this id, among token ids."""
         ...
 
+    def ids(self, height: int, width: int, placeholder_id: int) -> np.ndarray:
+        """Return the ids int32 [n] that stand for an image of this many pixels in a prompt.
+
+        They are its placeholders, and what the chat template does not write around them.
+        """
+        ...
+
 
 class QwenImages:
     """Resizes an image to whole tokens within bounds of its area, and cuts it into patches."""
@@ -83,6 +90,12 @@ class QwenImages:
     def image_tokens(self, placeholder_id: int) -> ImageTokens:
         """Return the images' placeholders, which have this id, among token ids."""
         return ImageTokens(placeholder_id, self._merge_size)
+
+    def ids(self, height: int, width: int, placeholder_id: int) -> np.ndarray:
+        """Return the placeholders of an image of this many pixels, int32 [n]."""
+        tokens = self.image_tokens(placeholder_id)
+        n_tokens = int(tokens(np.array([self.grid(height, width)]))[0])
+        return np.full(n_tokens, placeholder_id, np.int32)
 
 
 def channels_of(vision: Any) -> int:

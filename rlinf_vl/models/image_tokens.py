@@ -5,6 +5,7 @@ have a text token advance t, h and w together; an image's tokens are spread over
 advance what follows by the grid's longer side (Wang et al. 2024, "Qwen2-VL", section 2.1).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,34 +25,33 @@ class ImageTokens:
     id: int  # of a placeholder; -1, which no token has, where the model reads no images
     merge_size: int = 1  # patches that make one token, along h and along w
     tokens_per_tile: int = 1
-    #: Ids that a prompt has around an image's placeholders, where the chat template writes none.
-    prefix: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
+    #: Other ids of an image, around its placeholders or between them: they are never sampled.
+    marks: tuple[int, ...] = ()
 
     def __call__(self, grids: np.ndarray) -> np.ndarray:
         """Return int [n], the number of placeholders of each image in `grids` [n, 3]."""
         return grids.prod(axis=1) * self.tokens_per_tile // self.merge_size**2
 
-    def expand(self, rendered: np.ndarray, grids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def expand(
+        self, rendered: np.ndarray, image_ids: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Replace the one placeholder of each image by all ids of the image.
 
         Args:
-            rendered: int32 [R], with as many placeholders as `grids` [n, 3] has images.
+            rendered: int32 [R], with as many placeholders as there are images.
+            image_ids: the ids of each image, see `ImageProcessor.ids`.
 
         Returns:
             (ids int32 [T], lengths int64 [R]: the number of ids that each of `rendered` became).
         """
-        tokens = self(grids)
+        placeholders = np.flatnonzero(rendered == self.id)
         lengths = np.ones(len(rendered), np.int64)
-        lengths[rendered == self.id] = tokens + len(self.prefix) + len(self.suffix)
-        ids = np.repeat(rendered, lengths)
-        if self.prefix or self.suffix:
-            ends = np.cumsum(lengths)[rendered == self.id].tolist()
-            for end, n in zip(ends, tokens.tolist(), strict=True):
-                last = end - len(self.suffix)
-                ids[last:end] = self.suffix
-                ids[last - n - len(self.prefix) : last - n] = self.prefix
-        return ids, lengths
+        pieces, position = [], 0
+        for placeholder, ids in zip(placeholders.tolist(), image_ids, strict=True):
+            pieces += [rendered[position:placeholder], ids]
+            lengths[placeholder] = len(ids)
+            position = placeholder + 1
+        return np.concatenate([*pieces, rendered[position:]]), lengths
 
     def token_grids(self, grids: np.ndarray) -> np.ndarray:
         """Return the grids [n, 3] in tokens."""

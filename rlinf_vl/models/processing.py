@@ -22,8 +22,9 @@ from rlinf_vl.types import Grid, ImageRef
 #: Bytes of decoded answers in the cache: an answer is decoded for its environment, for its reward
 #: and for samples on display.
 TEXT_BYTES = 2**24
-#: Images whose grids are in the cache: every turn of an episode needs those of all images so far.
-MAX_GRIDS = 65536
+#: Images whose grids and ids are in the cache: every turn of an episode needs those of all images so
+#: far.
+MAX_IMAGES = 16384
 
 
 class Processor:
@@ -53,7 +54,8 @@ class Processor:
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
         self.image_tokens = ImageTokens(-1)
         self._decoded = ByteCache(self._decode, size=text_bytes, max_bytes=TEXT_BYTES)
-        self._grids: dict[str, Grid] = {}  # by hash
+        #: By hash: the grid, and the ids in a prompt.
+        self._images: dict[str, tuple[Grid, np.ndarray]] = {}
         self._image_processor: ImageProcessor | None = None
         if not family.vision_tower:
             return
@@ -100,7 +102,7 @@ class Processor:
         """
         vocabulary = self.tokenizer.get_vocab()
         never = {self.tokenizer.pad_token_id, *map(vocabulary.get, self.family.special_tokens)}
-        never |= {*self.image_tokens.prefix, *self.image_tokens.suffix}
+        never |= set(self.image_tokens.marks)
         allowed = set(vocabulary.values()) - never | set(self.stop_ids)
         banned = np.ones(vocab_size, bool)
         banned[[i for i in allowed if i < vocab_size]] = False
@@ -108,13 +110,22 @@ class Processor:
 
     def grid(self, image: ImageRef) -> Grid:
         """Return (t, h, w) in patches of an image after resizing; reads only its header."""
-        grid = self._grids.get(image.hash)
-        if grid is None:
+        return self._grid_and_ids(image)[0]
+
+    def image_ids(self, image: ImageRef) -> np.ndarray:
+        """Return `ImageProcessor.ids` of an image, int32 [n]; reads only its header."""
+        return self._grid_and_ids(image)[1]
+
+    def _grid_and_ids(self, image: ImageRef) -> tuple[Grid, np.ndarray]:
+        facts = self._images.get(image.hash)
+        if facts is None:
             # Dropping all is rare, and costs one reading of each header.
-            if len(self._grids) >= MAX_GRIDS:
-                self._grids.clear()
-            grid = self._grids[image.hash] = self.image_processor.grid(*image_size(image))
-        return grid
+            if len(self._images) >= MAX_IMAGES:
+                self._images.clear()
+            processor, size = self.image_processor, image_size(image)
+            ids = processor.ids(*size, self.image_token_id)
+            facts = self._images[image.hash] = processor.grid(*size), ids
+        return facts
 
     def pixels(self, image: ImageRef) -> np.ndarray:
         """Return `ImageProcessor.patches` of an encoded image.

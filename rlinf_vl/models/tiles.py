@@ -1,7 +1,8 @@
 """Images cut into tiles of one size, by the checkpoint's own processor.
 
-LLaVA has one tile an image; InternVL as many as its shape asks for. A row of pixels is a tile, and
-each tile becomes the same number of tokens.
+LLaVA has one tile an image; InternVL and SmolVLM have as many as its shape asks for. A row of pixels
+is a tile, and each tile becomes the same number of tokens. The ids around an image's tokens and
+between its tiles are those that the processor writes.
 """
 
 from functools import cache
@@ -19,6 +20,9 @@ from transformers.processing_utils import ProcessorMixin
 
 from rlinf_vl.models.image_tokens import ImageTokens
 
+#: Side in pixels of an image that has as many tiles as there are.
+LARGE = 2048
+
 
 class TileImages:
     """Tiles as transformers' combined processor of a checkpoint cuts them.
@@ -33,8 +37,8 @@ class TileImages:
         """Load the processor of a checkpoint.
 
         Raises:
-            ValueError: a bound of pixels is set, which tiles don't have; or the prompt has other
-                text between the placeholders of an image.
+            ValueError: a bound of pixels is set, which tiles don't have; or tiles have unequal
+                numbers of tokens.
         """
         for key, bound in (("min", min_pixels), ("max", max_pixels)):
             if bound is not None:
@@ -43,42 +47,44 @@ class TileImages:
                     "size, whose number its own processor sets; leave it out"
                 )
         self._processor = images_processor(path)
-        self.placeholder: str = self._processor.image_token
         self._tokenizer = self._processor.tokenizer
+        self.placeholder: str = self._processor.image_token
+        self._id: int = self._tokenizer.convert_tokens_to_ids(self.placeholder)
         rows, ids = self._process(Image.new("RGB", (64, 64)))
-        placeholders = np.flatnonzero(ids == self._id)
-        first, last = int(placeholders[0]), int(placeholders[-1])
-        if last - first + 1 != len(placeholders) or len(placeholders) % len(rows):
+        self._tokens_per_tile, remainder = divmod(int((ids == self._id).sum()), len(rows))
+        if remainder or not self._tokens_per_tile:
             raise ValueError(
-                f"the processor of {path} makes {len(rows)} tiles and {len(placeholders)} "
-                "placeholders of an image, with other tokens between them; only tiles of equally "
-                "many tokens in a row are supported"
+                f"the processor of {path} makes {len(rows)} tiles and {(ids == self._id).sum()} "
+                "placeholders of an image; only tiles of equally many tokens are supported"
             )
-        self._tokens_per_tile = len(placeholders) // len(rows)
-        self._prefix = tuple(ids[:first].tolist())
-        self._suffix = tuple(ids[last + 1 :].tolist())
-
-    @property
-    def _id(self) -> int:
-        return self._tokenizer.convert_tokens_to_ids(self.placeholder)
+        # A large image has every mark, such as those of rows and columns.
+        many_ids = self._process(Image.new("RGB", (LARGE, LARGE)))[1]
+        special = set(self._tokenizer.get_added_vocab().values()) - {self._id}
+        self._marks = tuple(sorted(special & {*ids.tolist(), *many_ids.tolist()}))
 
     @cache  # noqa: B019  # one processor in a process
-    def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (tiles, 1, 1) of an image of this many pixels.
+    def _facts(self, height: int, width: int) -> tuple[int, np.ndarray]:
+        """Return (tiles, ids) of an image of this many pixels.
 
         Raises:
-            ValueError: the processor writes other tokens for it than for other images.
+            ValueError: its tiles have other numbers of tokens than those of other images.
         """
         rows, ids = self._process(Image.new("RGB", (width, height)))
-        tokens = self.image_tokens(self._id)
-        grids = np.array([[len(rows), 1, 1]])
-        expected, _ = tokens.expand(np.array([self._id], np.int32), grids)
-        if not np.array_equal(ids, expected):
+        placeholders, expected = int((ids == self._id).sum()), len(rows) * self._tokens_per_tile
+        if placeholders != expected:
             raise ValueError(
-                f"an image of {width}×{height} becomes {len(ids)} ids of {len(rows)} tiles, not "
-                f"{len(expected)}, {self._tokens_per_tile} a tile"
+                f"an image of {width}×{height} becomes {placeholders} placeholders of {len(rows)} "
+                f"tiles, not {expected}, {self._tokens_per_tile} a tile"
             )
-        return len(rows), 1, 1
+        return len(rows), ids
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return (tiles, 1, 1) of an image of this many pixels."""
+        return self._facts(height, width)[0], 1, 1
+
+    def ids(self, height: int, width: int, placeholder_id: int) -> np.ndarray:
+        """Return what the checkpoint's processor writes for an image, int32 [n]."""
+        return self._facts(height, width)[1]
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """Return the tiles of an RGB image, float32 [tiles, 3 · height · width]."""
@@ -89,8 +95,7 @@ class TileImages:
         return ImageTokens(
             placeholder_id,
             tokens_per_tile=self._tokens_per_tile,
-            prefix=self._prefix,
-            suffix=self._suffix,
+            marks=self._marks,
         )
 
     def _process(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray]:

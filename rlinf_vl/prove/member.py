@@ -131,6 +131,10 @@ class MemberTiles:
     def image_tokens(self, placeholder_id: int) -> ImageTokens:
         return ImageTokens(placeholder_id, tokens_per_tile=self._tokens_per_tile)
 
+    def ids(self, height: int, width: int, placeholder_id: int) -> np.ndarray:
+        tokens = self.image_tokens(placeholder_id)(np.array([self.grid(height, width)]))
+        return np.full(int(tokens[0]), placeholder_id, np.int32)
+
 
 def image_token_id(config: Any) -> int:
     """Return the id of an image's placeholders, whose key has two names."""

@@ -39,6 +39,8 @@ def logprobs_of(member: Member, model: PreTrainedModel, sequence: TokenSequence)
         if not has_grids or member.family.encode_images is encode_square_patches:
             side = math.isqrt(pixels.shape[1] // 3)
             inputs["pixel_values"] = pixels.view(-1, 3, side, side)
+        if "pixel_attention_mask" in inspect.signature(model.forward).parameters:
+            inputs["pixel_values"] = inputs["pixel_values"].unsqueeze(0)  # of one prompt
         if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
             inputs["mm_token_type_ids"] = (ids == member.image_tokens.id).int()
     if hasattr(model.model, "rope_deltas"):  # of the sequence before

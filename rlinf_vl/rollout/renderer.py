@@ -176,7 +176,8 @@ class Renderer:
             spans.append((start, len(ids)))
         expanded, grids = self._expand(ids, images)
         # An image's placeholder stands for several tokens.
-        _, lengths = self.processor.image_tokens.expand(np.asarray(ids, np.int32), grids)
+        image_ids = [self.processor.image_ids(image) for image in images]
+        _, lengths = self.processor.image_tokens.expand(np.asarray(ids, np.int32), image_ids)
         positions = np.append(0, np.cumsum(lengths)).tolist()
         return expanded, [(positions[start], positions[end]) for start, end in spans], grids
 
@@ -401,7 +402,8 @@ class Renderer:
                 f"{self.processor.family.image_token} for {len(images)} images: the messages do "
                 "not show each image once, or the chat template does not render them"
             )
-        return self.processor.image_tokens.expand(rendered, grids)[0], grids
+        image_ids = [self.processor.image_ids(image) for image in images]
+        return self.processor.image_tokens.expand(rendered, image_ids)[0], grids
 
     def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
         return np.asarray([self.processor.grid(image) for image in images], np.int32).reshape(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_internvl import TOKENS, write_internvl
+from tiny_tiles import TOKENS, write_internvl
 from transformers import AutoModelForImageTextToText
 from whole_run import metrics_of, played_run
 

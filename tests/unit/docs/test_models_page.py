@@ -19,8 +19,6 @@ REFUSED = {
     "LLaVA-NeXT": ("llava_next", "by pixel_values, image_sizes; only patches"),
     "LLaVA-OneVision": ("llava_onevision", "by pixel_values, image_sizes; only patches"),
     "Mistral 3": ("mistral3", "by pixel_values, image_sizes; only patches"),
-    "Idefics 3": ("idefics3", "can't encode a tile"),
-    "SmolVLM": ("smolvlm", "can't encode a tile"),
     "Llama 3.2 Vision": ("mllama", "has no get_image_features"),
 }
 

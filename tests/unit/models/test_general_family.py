@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_internvl import SPECIAL, TILE, TOKENS, write_internvl
+from tiny_tiles import INTERNVL_MARKS, TILE, TOKENS, write_idefics3, write_internvl
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf_vl.config.load import load_config
@@ -26,15 +26,27 @@ from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import ImageRef
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_internvl(tmp_path_factory.mktemp("internvl") / "checkpoint")
+WRITERS = {"internvl": write_internvl, "idefics3": write_idefics3}
 
 
 @pytest.fixture(scope="module")
-def processor(folder):
-    return Processor(folder, family_of("auto", folder))
+def folders(tmp_path_factory):
+    return {name: write(tmp_path_factory.mktemp(name)) for name, write in WRITERS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(folders):
+    return folders["internvl"]
+
+
+@pytest.fixture(scope="module")
+def processors(folders):
+    return {name: Processor(folder, family_of("auto", folder)) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def processor(processors):
+    return processors["internvl"]
 
 
 def picture(width: int, height: int) -> tuple[ImageRef, Image.Image]:
@@ -44,8 +56,10 @@ def picture(width: int, height: int) -> tuple[ImageRef, Image.Image]:
     return ImageRef.of(file.getvalue()), Image.fromarray(noise)
 
 
-def test_prompts_and_pixels_are_those_of_transformers_processor(folder, processor):
+@pytest.mark.parametrize("name", WRITERS)
+def test_prompts_and_pixels_are_those_of_transformers_processor(name, folders, processors):
     """One image of one tile, one of several with a thumbnail, in one prompt."""
+    folder, processor = folders[name], processors[name]
     pictures = [picture(50, 47), picture(170, 60)]
     content = [
         {"type": "image"},
@@ -61,30 +75,39 @@ def test_prompts_and_pixels_are_those_of_transformers_processor(folder, processo
     )
     expected = theirs(images=[image for _, image in pictures], text=[text], return_tensors="np")
     assert ids.tolist() == expected["input_ids"][0].tolist()
-    assert grids[:, 0].tolist() == [1, 4] and (grids[:, 1:] == 1).all()
+    assert grids[:, 0].tolist() == {"internvl": [1, 4], "idefics3": [10, 7]}[name]
+    assert (grids[:, 1:] == 1).all()
     rows = np.concatenate([processor.pixels(ref) for ref, _ in pictures])
-    np.testing.assert_array_equal(rows.reshape(-1, 3, TILE, TILE), expected["pixel_values"])
+    theirs_rows = expected["pixel_values"].reshape(-1, 3, TILE, TILE)
+    theirs_rows = theirs_rows[theirs_rows.any(axis=(1, 2, 3))]  # without padding
+    np.testing.assert_array_equal(rows.reshape(-1, 3, TILE, TILE), theirs_rows)
 
 
-def test_a_turn_after_images_begins_with_the_ids_before_it(processor):
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_turn_after_images_begins_with_the_ids_before_it(name, processors):
     """And the span of an imitated answer counts the ids around an image."""
     (ref, _) = picture(170, 60)
     question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}
     messages = [question, {"role": "assistant", "content": "a b"}]
-    renderer = Renderer(processor)
+    renderer = Renderer(processors[name])
     ids, [(start, end)], _ = renderer.conversation(messages, [ref], [1])
     prompt, _ = renderer.prompt([question], [ref])
     assert ids[:start].tolist() == prompt.tolist() and end == len(ids)
-    assert processor.decode(ids[start:end]) == "a b"
+    assert processors[name].decode(ids[start:end]) == "a b"
 
 
-def test_marks_of_images_are_never_sampled_nor_written_by_a_message(processor):
-    vocabulary = processor.tokenizer.get_vocab()
-    banned = processor.banned_ids(len(vocabulary))
-    marks = [vocabulary[SPECIAL[name]] for name in SPECIAL if name != "video_token"]
-    assert banned[marks].all()
-    ids, _ = Renderer(processor).prompt([{"role": "user", "content": "<img> <IMG_CONTEXT>"}], [])
-    assert not set(marks) & set(ids.tolist())
+def test_marks_of_images_are_never_sampled_nor_written_by_a_message(processors):
+    marks = {
+        "internvl": [INTERNVL_MARKS[f"{part}_image_token"] for part in ("start", "end", "context")],
+        "idefics3": ["<fake_token_around_image>", "<image>", "<global-img>", "<row_3_col_3>"],
+    }
+    for name, texts in marks.items():
+        vocabulary = processors[name].tokenizer.get_vocab()
+        ids = [vocabulary[text] for text in texts]
+        assert processors[name].banned_ids(len(vocabulary))[ids].all()
+        message = [{"role": "user", "content": " ".join(texts)}]
+        prompt, _ = Renderer(processors[name]).prompt(message, [])
+        assert not set(ids) & set(prompt.tolist())
 
 
 def test_bounds_of_pixels_are_refused(folder):
@@ -135,13 +158,14 @@ def test_a_tower_that_drops_paths_drops_none_here(folder):
     assert torch.equal(first, second)
 
 
-def test_ids_around_an_image_are_written():
-    tokens = ImageTokens(9, tokens_per_tile=2, prefix=(7,), suffix=(8, 8))
+def test_ids_around_and_between_tokens_are_written():
+    tokens = ImageTokens(9, tokens_per_tile=2, marks=(7, 8))
     rendered, grids = np.array([1, 9, 2, 9], np.int32), np.array([[2, 1, 1], [1, 1, 1]])
-    ids, lengths = tokens.expand(rendered, grids)
-    assert ids.tolist() == [1, 7, 9, 9, 9, 9, 8, 8, 2, 7, 9, 9, 8, 8]
-    assert lengths.tolist() == [1, 7, 1, 5]
-    assert counted_positions(ids, grids, tokens)[1].tolist() == list(range(14))
+    image_ids = [np.array([7, 9, 9, 8, 9, 9, 8]), np.array([7, 9, 9])]
+    ids, lengths = tokens.expand(rendered, image_ids)
+    assert ids.tolist() == [1, 7, 9, 9, 8, 9, 9, 8, 2, 7, 9, 9]
+    assert lengths.tolist() == [1, 7, 1, 3]
+    assert counted_positions(ids, grids, tokens)[1].tolist() == list(range(12))
     with pytest.raises(ValueError, match="6 image placeholder ids for 1 images that need"):
         counted_positions(ids, grids[:1], tokens)
 
@@ -156,7 +180,6 @@ def test_ids_around_an_image_are_written():
         ("mistral3", "encodes images by pixel_values, image_sizes; only patches"),
         ("mllama", "MllamaModel has no get_image_features"),
         ("video_llama_3", "its config has no spatial_merge_size"),
-        ("smolvlm", "can't encode a tile of 150528 numbers|transformers can't make a smolvlm"),
         ("janus", "makes tokens of 2048 numbers; those of the text model have 4096"),
         ("bert", "bert is no vision-language model of transformers"),
     ],
@@ -212,15 +235,19 @@ def test_a_type_that_was_proven_wrong_is_refused_where_the_path_is_taken(folder,
     assert "run rlinf-vl prove-family" in not_proven("internvl") and not not_proven("qwen3_vl")
 
 
-def test_placeholders_between_other_tokens_are_refused(folder, monkeypatch):
+def test_tiles_of_unequally_many_tokens_are_refused(folder, monkeypatch):
     process = tiles.TileImages._process
 
-    def with_row_ends(self, image):
+    def with_one_more(self, image):
         rows, ids = process(self, image)
-        return rows, np.insert(ids, 4, ids[-1])
+        return rows, np.append(ids, self._id)
 
-    monkeypatch.setattr(tiles.TileImages, "_process", with_row_ends)
-    with pytest.raises(ValueError, match="with other tokens between them"):
+    images = tiles.TileImages(folder)
+    monkeypatch.setattr(tiles.TileImages, "_process", with_one_more)
+    with pytest.raises(ValueError, match="becomes 37 placeholders of 4 tiles, not 36, 9 a tile"):
+        images.grid(60, 170)
+    monkeypatch.setattr(tiles.TileImages, "_process", lambda *_: (np.zeros((2, 3)), np.zeros(3)))
+    with pytest.raises(ValueError, match="only tiles of equally many tokens"):
         tiles.TileImages(folder)
 
 
