@@ -44,6 +44,8 @@ from rlinf_vl.models.tiles import TileImages, blank_tile, patches_of_tile
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Prices
 
+#: Keys of configs by which models scale or cap logits.
+LOGIT_KEYS = ("logit_scale", "logits_scaling", "final_logit_softcapping", "logits_soft_cap")
 #: Dotted paths of a vision tower and a text model, and the config's keys of them.
 Paths = tuple[str, str]
 KEYS = "actor.model.vlm.vision_encoder_attr", "actor.model.vlm.language_model_attr"
@@ -133,6 +135,7 @@ def family_by_path(
     has_mrope = hasattr(owner, "get_rope_index")
     layers = len(list(model.get_submodule(blocks[1]).children()))
     _check_text(parts.text, layers, paths[1], has_mrope)
+    _check_head(config)
     if has_mrope:
         _check_positions(owner, config)
     projector = _projector(parts, blocks[0])
@@ -343,6 +346,23 @@ def attend(
 ALL_ATTENTION_FUNCTIONS.register("context", attend)
 
 
+def _check_head(config: Any) -> None:
+    """Check that logits are the products of hidden states and output embedding.
+
+    Raises:
+        ValueError: the model scales or caps them.
+    """
+    text = config.get_text_config()
+    for key in LOGIT_KEYS:
+        for part in (text, config):
+            value = getattr(part, key, None)
+            if value not in (None, 1, 1.0):
+                raise ValueError(
+                    f"{KEYS[1]}: {config.model_type} changes its logits ({key}: {value}), which is "
+                    "not supported"
+                )
+
+
 def _check_text(text: Any, layers: int, path: str, has_mrope: bool) -> None:
     """Check that every text layer attends through the context, in a forward of four `meta` tokens.
 
@@ -446,9 +466,15 @@ def encode_tiles(
 ) -> VisionFeatures:
     """Run tower and projector on tiles, [tiles, 3 · side²]: `Family.encode_images` of tiles."""
     side = math.isqrt(patches.shape[1] // 3)
-    tiles = patches.to(dtype).view(-1, 3, side, side)
+    tiles = patches.to(dtype)
     if "pixel_attention_mask" in inspect.signature(owner.get_image_features).parameters:
-        tiles = tiles.unsqueeze(0)  # the images of one prompt
+        # Such models drop tiles of zeros as padding. A blank image is none: its first number is
+        # moved by what no sum can show.
+        first = tiles[:, :1]
+        first = torch.where(first == 0, torch.finfo(dtype).tiny, first)
+        tiles = torch.cat([first, tiles[:, 1:]], dim=1).view(1, -1, 3, side, side)
+    else:
+        tiles = tiles.view(-1, 3, side, side)
     return VisionFeatures(
         _rows(owner.get_image_features(pixel_values=tiles, return_dict=True).pooler_output)
     )

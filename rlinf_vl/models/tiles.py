@@ -91,7 +91,16 @@ class TileImages:
         return self._process(image)[0]
 
     def image_tokens(self, placeholder_id: int) -> ImageTokens:
-        """Return the images' placeholders, which have this id, among token ids."""
+        """Return the images' placeholders, which have this id, among token ids.
+
+        Raises:
+            ValueError: the processor writes another one.
+        """
+        if placeholder_id != self._id:
+            raise ValueError(
+                f"the processor writes {self.placeholder!r} (id {self._id}) for an image's tokens, "
+                f"but the config names id {placeholder_id}"
+            )
         return ImageTokens(
             placeholder_id,
             tokens_per_tile=self._tokens_per_tile,

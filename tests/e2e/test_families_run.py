@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_tiles import TOKENS, write_internvl
+from tiny_tiles import TOKENS, write_idefics3, write_internvl
 from transformers import AutoModelForImageTextToText
 from whole_run import metrics_of, played_run
 
@@ -59,3 +59,22 @@ def test_a_family_without_a_file_runs_whole(tmp_path):
     assert any("projector" in name for name in moved)
     assert not any("vision_tower" in name for name in moved)
     assert images_processor(exported).image_seq_length == TOKENS
+
+
+def test_tiles_with_text_between_them_run_over_turns(tmp_path):
+    """Idefics 3 plays the maze: a picture a turn, each of several tiles, in trees of six turns."""
+    folder = write_idefics3(tmp_path / "checkpoint")
+    overrides = (
+        f"rollout.model.model_path={folder}",
+        "algorithm.entropy_bonus=0.1",
+        "actor.optim.lr_warmup_steps=0",
+        "data.rollout_batch_size=4",
+        "data.max_prompt_length=1024",
+        "runner.seq_length=3000",
+        "runner.max_tokens_per_mbs=6000",
+    )
+    rows = metrics_of(played_run(tmp_path, "toy-maze", 2, *overrides))
+    for row in rows[1:]:
+        assert row["rollout/turns_mean"] > 3 and row["actor/grad_norm"] > 0
+        assert 0 < row["actor/rollout_train_abs_diff_max"] <= 2e-4
+        assert row["actor/rollout_train_abs_diff_mean"] <= 2e-5

@@ -18,7 +18,7 @@ from rlinf_vl.models.certificates import Certificate, not_proven
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.image_tokens import ImageTokens, counted_positions
 from rlinf_vl.models.loading import freeze, load_model, part_of, save_model, switch_dropout_off
-from rlinf_vl.models.policy import trains_images
+from rlinf_vl.models.policy import encode_images, trains_images
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.prove.member import member_of
@@ -249,6 +249,29 @@ def test_tiles_of_unequally_many_tokens_are_refused(folder, monkeypatch):
     monkeypatch.setattr(tiles.TileImages, "_process", lambda *_: (np.zeros((2, 3)), np.zeros(3)))
     with pytest.raises(ValueError, match="only tiles of equally many tokens"):
         tiles.TileImages(folder)
+
+
+def test_a_blank_image_has_all_its_tokens(folders):
+    """Idefics 3 takes tiles of zeros for padding, and images are blanked to see whether the policy looks at them."""
+    family = family_of("auto", folders["idefics3"])
+    model = load_model(folders["idefics3"], family, torch.float32)
+    blank = np.zeros((2, 3 * TILE * TILE), np.float32)
+    features = encode_images(model, family, blank, np.array([[2, 1, 1]]), "cpu")
+    assert features.tokens.shape == (2 * TOKENS, 48)
+    assert torch.equal(features.tokens[:TOKENS], features.tokens[TOKENS:])
+
+
+def test_a_processor_that_writes_another_placeholder_is_refused(folder):
+    with pytest.raises(ValueError, match="'<IMG_CONTEXT>' .* but the config names id 5"):
+        tiles.TileImages(folder).image_tokens(5)
+
+
+@pytest.mark.parametrize("key", ["logits_scaling", "final_logit_softcapping"])
+def test_changed_logits_are_refused(key):
+    config = AutoConfig.for_model("llava")
+    setattr(config.text_config, key, 8.0)
+    with pytest.raises(ValueError, match=rf"llava changes its logits \({key}: 8.0\)"):
+        family_at(config)
 
 
 def test_sglang_is_refused_and_so_is_a_type_that_is_named(folder):
