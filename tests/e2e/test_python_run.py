@@ -18,7 +18,7 @@ def test_the_script_of_the_page(tmp_path):
     (script,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) <= 15
     # in a cluster of the program's own, whose processes know nothing of the run's settings
-    own_ray = "import ray\n\nray.init(\"local\", num_cpus=2, include_dashboard=False)\n"
+    own_ray = 'import ray\n\nray.init("local", num_cpus=2, include_dashboard=False)\n'
     (tmp_path / "own.py").write_text(f"{own_ray}{script}\nassert ray.is_initialized()\n")
     command = [sys.executable, "own.py"]
     mine = {
