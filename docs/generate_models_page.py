@@ -148,19 +148,22 @@ RLINF_VL_FIGURES=docs/models.json .venv-sglang/bin/python -m pytest tests/integr
 """
 
 
+def figures_text(figures: Sequence[float], form: str) -> str:
+    """Return the figures of a cell, in this format."""
+    return " / ".join(f"{figure:{form}}" if figure else "0" for figure in figures)
+
+
 def cell(family: str, column: str, figures: Mapping[str, Sequence[float]]) -> str:
     """KeyError: the cell has neither a figure nor a reason."""
     if column in figures:
-        form = ".2f" if column.startswith("images") else ".1e"
-        return " / ".join(f"{figure:{form}}" if figure else "0" for figure in figures[column])
+        return figures_text(figures[column], ".2f" if column.startswith("images") else ".1e")
     return REASONS[family, column]
 
 
 def certificate_cell(certificate: Certificate, path: str) -> str:
     """Return the figures of a path, or why there are none."""
     if path in certificate.paths:
-        figures = certificate.paths[path]
-        return " / ".join(f"{figure:.1e}" if figure else "0" for figure in figures)
+        return figures_text(certificate.paths[path], ".1e")
     return "wrong" if path in certificate.wrong else f"refused: {certificate.refused[path]}"
 
 

@@ -14,8 +14,8 @@ Whether the result is what transformers computes is for `rlinf-vl prove-family` 
 """
 
 import inspect
-import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,15 +33,27 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlinf_vl.models.encoders import (
+    encode_images,
+    encode_patches,
+    encode_square_patches,
+    encode_tiles,
+    encode_unpadded_tiles,
+)
 from rlinf_vl.models.families.qwen3 import plain_positions
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
 from rlinf_vl.models.families.qwen3_vl import deepstack_text_forward
 from rlinf_vl.models.family import Family, VisionFeatures, text_forward
 from rlinf_vl.models.image_processor import QwenImages
-from rlinf_vl.models.image_tokens import ImageTokens, counted_positions, mrope_positions
+from rlinf_vl.models.image_tokens import (
+    TOKEN_KEYS,
+    ImageTokens,
+    counted_positions,
+    image_token_id,
+    mrope_positions,
+)
 from rlinf_vl.models.shapes import head_dim
 from rlinf_vl.models.tiles import TileImages, blank_tile, patches_of_tile
-from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import Prices
 
 #: Keys of configs by which models scale or cap logits.
@@ -64,6 +76,16 @@ class Parts:
     def owner_path(self) -> str:
         """The path of the module that has the tower and the text model."""
         return ".".join(os.path.commonprefix([path.split(".") for path in self.paths]))
+
+    @property
+    def owner(self) -> Any:
+        """The module at `owner_path`."""
+        return self.model.get_submodule(self.owner_path)
+
+    @property
+    def tower_text(self) -> str:
+        """The key, path and class of the tower, which begin a message about it."""
+        return f"{KEYS[0]}: {self.paths[0]} ({type(self.tower).__name__})"
 
 
 def parts_of(config: PreTrainedConfig, paths: Paths | None, trust_remote_code: bool) -> Parts:
@@ -126,8 +148,7 @@ def family_by_path(
         ValueError: the modules can't be used; the message says what is missing.
     """
     model, paths = parts.model, parts.paths
-    owner = model.get_submodule(parts.owner_path)
-    takes_patches = _takes_patches(owner, parts)
+    owner, takes_patches = parts.owner, _takes_patches(parts)
     blocks = [
         f"{path}.{_blocks_of(module, key)}"
         for path, module, key in zip(paths, (parts.tower, parts.text), KEYS, strict=True)
@@ -169,15 +190,17 @@ def family_by_path(
         has_squares = any(isinstance(module, nn.Conv2d) for module in parts.tower.modules())
         encoder = encode_square_patches if has_squares else encode_patches
         return replace(family, image_encoder=parts.owner_path, encode_images=encoder)
+    inputs = inspect.signature(owner.get_image_features).parameters
+    encoder = encode_unpadded_tiles if "pixel_attention_mask" in inputs else encode_tiles
     tower_products = _numel(parts.tower) * patches_of_tile(config)
     return replace(
         family,
         image_encoder=parts.owner_path,
-        encode_images=encode_tiles,
+        encode_images=encoder,
         prices=partial(_prices, _numel(model.get_submodule(blocks[1])), tower_products),
         image_processor=TileImages,
         blank_image=blank_tile,
-        blank_tokens=_tokens_of_a_tile(owner, config, parts),
+        blank_tokens=_tokens_of_a_tile(encoder, config, parts),
     )
 
 
@@ -187,9 +210,10 @@ def _projector(parts: Parts, tower_blocks: str) -> tuple[str, ...]:
     They are those beside the tower, or else those in it that follow its blocks.
     """
     prefix = f"{parts.owner_path}." if parts.owner_path else ""
-    children = parts.model.get_submodule(parts.owner_path).named_children()
     projector = tuple(
-        f"{prefix}{name}" for name, child in children if child not in (parts.tower, parts.text)
+        f"{prefix}{name}"
+        for name, child in parts.owner.named_children()
+        if child not in (parts.tower, parts.text)
     )
     if projector:
         return projector
@@ -199,17 +223,17 @@ def _projector(parts: Parts, tower_blocks: str) -> tuple[str, ...]:
     return tuple(f"{tower_path}.{name}" for name in names[names.index(name_of_blocks) + 1 :])
 
 
-def _tokens_of_a_tile(owner: Any, config: Any, parts: Parts) -> int:
+def _tokens_of_a_tile(encoder: Callable[..., VisionFeatures], config: Any, parts: Parts) -> int:
     """Return the number of tokens that a tile becomes.
 
     Raises:
         ValueError: the model can't encode one, or not to tokens as wide as the text model's.
     """
-    tower = f"{KEYS[0]}: {parts.paths[0]} ({type(parts.tower).__name__})"
+    tower = parts.tower_text
     tile, grids = blank_tile(config)
     try:
         blank = torch.empty(tile.shape, device="meta")
-        tokens = encode_tiles(owner, blank, grids, parts.model.dtype).tokens
+        tokens = encoder(parts.owner, blank, grids, parts.model.dtype).tokens
     except Exception as error:  # unknown code of an unknown family may raise anything
         # Code that counts tiles does not run without values.
         if scale := getattr(config, "scale_factor", None):
@@ -227,13 +251,13 @@ def _tokens_of_a_tile(owner: Any, config: Any, parts: Parts) -> int:
     return len(tokens)
 
 
-def _takes_patches(owner: Any, parts: Parts) -> bool:
+def _takes_patches(parts: Parts) -> bool:
     """Return whether images are patches with grids; else they are tiles.
 
     Raises:
         ValueError: the model needs something else of an image.
     """
-    tower = f"{KEYS[0]}: {parts.paths[0]} ({type(parts.tower).__name__})"
+    owner, tower = parts.owner, parts.tower_text
     has_merge_size = hasattr(parts.model.config.vision_config, "spatial_merge_size")
     if "grid_thw" in inspect.signature(parts.tower.forward).parameters and has_merge_size:
         return True
@@ -268,16 +292,14 @@ def _image_tokens(
     if not checkpoint:
         return "", ()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    token_ids = {
-        name: i
+    ids = [
+        i
         for name, i in config.to_dict().items()
-        if name.endswith(("_token_id", "_token_index")) and isinstance(i, int)
-    }
-    placeholder = token_ids.get("image_token_id", token_ids.get("image_token_index"))
-    if placeholder is None:
-        raise ValueError(f"the config of {checkpoint} has no image_token_id")
-    ids = [i for name, i in token_ids.items() if name.startswith(("vision", "image", "video"))]
-    tokens = tokenizer.convert_ids_to_tokens([placeholder, *ids])
+        if name.startswith(("vision", "image", "video"))
+        and name.endswith(TOKEN_KEYS)
+        and isinstance(i, int)
+    ]
+    tokens = tokenizer.convert_ids_to_tokens([image_token_id(config), *ids])
     return tokens[0], tuple(tokens)
 
 
@@ -430,60 +452,6 @@ def _check_positions(parent: Any, config: Any) -> None:
         raise ValueError(
             f"{KEYS[0]}: {type(parent).__name__} gives image tokens other positions than M-RoPE's"
         )
-
-
-def encode_images(
-    tower: nn.Module, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
-) -> VisionFeatures:
-    """Run the tower on patches and grids alone: `Family.encode_images` of such a family."""
-    out = tower(
-        patches.to(dtype), grid_thw=on_device(grids, "cpu" if patches.is_meta else patches.device)
-    )
-    return VisionFeatures(out.pooler_output, tuple(getattr(out, "deepstack_features", ())))
-
-
-def encode_patches(
-    owner: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
-) -> VisionFeatures:
-    """Run tower and projector on patches: `Family.encode_images` of a projector beside a tower."""
-    device = "cpu" if patches.is_meta else patches.device
-    out = owner.get_image_features(
-        pixel_values=patches.to(dtype), image_grid_thw=on_device(grids, device), return_dict=True
-    )
-    return VisionFeatures(_rows(out.pooler_output))
-
-
-def encode_square_patches(
-    owner: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
-) -> VisionFeatures:
-    """Run `encode_patches` of a tower that takes patches as [P, 3, side, side]."""
-    side = math.isqrt(patches.shape[1] // 3)
-    return encode_patches(owner, patches.view(-1, 3, side, side), grids, dtype)
-
-
-def encode_tiles(
-    owner: Any, patches: torch.Tensor, grids: np.ndarray, dtype: torch.dtype
-) -> VisionFeatures:
-    """Run tower and projector on tiles, [tiles, 3 · side²]: `Family.encode_images` of tiles."""
-    side = math.isqrt(patches.shape[1] // 3)
-    tiles = patches.to(dtype)
-    if "pixel_attention_mask" in inspect.signature(owner.get_image_features).parameters:
-        # Such models drop tiles of zeros as padding. A blank image is none: its first number is
-        # moved by what no sum can show.
-        first = tiles[:, :1]
-        first = torch.where(first == 0, torch.finfo(dtype).tiny, first)
-        tiles = torch.cat([first, tiles[:, 1:]], dim=1).view(1, -1, 3, side, side)
-    else:
-        tiles = tiles.view(-1, 3, side, side)
-    return VisionFeatures(
-        _rows(owner.get_image_features(pixel_values=tiles, return_dict=True).pooler_output)
-    )
-
-
-def _rows(features: Any) -> torch.Tensor:
-    """Return features [N, H], which some models return by image or by tile."""
-    parts = features if isinstance(features, (list, tuple)) else [features]
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 class AnyImages(QwenImages):

@@ -93,9 +93,7 @@ class QwenImages:
 
     def ids(self, height: int, width: int, placeholder_id: int) -> np.ndarray:
         """Return the placeholders of an image of this many pixels, int32 [n]."""
-        tokens = self.image_tokens(placeholder_id)
-        n_tokens = int(tokens(np.array([self.grid(height, width)]))[0])
-        return np.full(n_tokens, placeholder_id, np.int32)
+        return self.image_tokens(placeholder_id).ids(self.grid(height, width))
 
 
 def channels_of(vision: Any) -> int:

@@ -8,10 +8,14 @@ advance what follows by the grid's longer side (Wang et al. 2024, "Qwen2-VL", se
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from rlinf_vl.types import TokenSequence
+from rlinf_vl.types import Grid, TokenSequence
+
+#: Ends of the keys of a config that name token ids.
+TOKEN_KEYS = ("token_id", "token_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,10 @@ class ImageTokens:
     def __call__(self, grids: np.ndarray) -> np.ndarray:
         """Return int [n], the number of placeholders of each image in `grids` [n, 3]."""
         return grids.prod(axis=1) * self.tokens_per_tile // self.merge_size**2
+
+    def ids(self, grid: Grid) -> np.ndarray:
+        """Return the placeholders of an image of this grid, int32 [n]."""
+        return np.full(int(self(np.array([grid]))[0]), self.id, np.int32)
 
     def expand(
         self, rendered: np.ndarray, image_ids: Sequence[np.ndarray]
@@ -67,18 +75,43 @@ class ImageTokens:
         )
 
 
+def image_token_id(config: Any) -> int:
+    """Return the id of an image's placeholders, whose key has two names in configs.
+
+    Raises:
+        ValueError: a config has neither.
+    """
+    for key in ("image_token_id", "image_token_index"):
+        if getattr(config, key, None) is not None:
+            return int(getattr(config, key))
+    raise ValueError(f"the config of {config.model_type} names no image token")
+
+
+def _placeholders(
+    ids: np.ndarray, grids: np.ndarray, image_tokens: ImageTokens
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (indices of the placeholders among `ids`, their number per image).
+
+    Raises:
+        ValueError: they are not as many as those of `grids`.
+    """
+    placeholders = np.flatnonzero(ids == image_tokens.id)
+    tokens_per_image = image_tokens(grids)
+    if len(placeholders) != tokens_per_image.sum():
+        raise ValueError(
+            f"{len(placeholders)} image placeholder ids for {len(grids)} images that need "
+            f"{tokens_per_image.tolist()} of them"
+        )
+    return placeholders, tokens_per_image
+
+
 def counted_positions(ids: np.ndarray, grids: np.ndarray, image_tokens: ImageTokens) -> np.ndarray:
     """Return the positions of one unpacked sequence, int64 [4, T], of a model that counts tokens.
 
     Raises:
         ValueError: the placeholders in `ids` are not as many as those of `grids`.
     """
-    placeholders, needed = int((ids == image_tokens.id).sum()), image_tokens(grids)
-    if placeholders != needed.sum():
-        raise ValueError(
-            f"{placeholders} image placeholder ids for {len(grids)} images that need "
-            f"{needed.tolist()} of them"
-        )
+    _placeholders(ids, grids, image_tokens)
     return np.tile(np.arange(len(ids)), (4, 1))
 
 
@@ -96,13 +129,7 @@ def mrope_positions(ids: np.ndarray, grids: np.ndarray, image_tokens: ImageToken
     Raises:
         ValueError: the placeholders in `ids` are not exactly those of `grids`.
     """
-    placeholders = np.flatnonzero(ids == image_tokens.id)
-    tokens_per_image = image_tokens(grids)
-    if len(placeholders) != tokens_per_image.sum():
-        raise ValueError(
-            f"{len(placeholders)} image placeholder ids for {len(grids)} images that need "
-            f"{tokens_per_image.tolist()} of them"
-        )
+    placeholders, tokens_per_image = _placeholders(ids, grids, image_tokens)
     out = np.tile(np.arange(len(ids)), (4, 1))
     n_used = 0  # placeholders of earlier images
     token_grids = image_tokens.token_grids(grids).tolist()

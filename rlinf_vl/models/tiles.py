@@ -5,7 +5,7 @@ is a tile, and each tile becomes the same number of tokens. The ids around an im
 between its tiles are those that the processor writes.
 """
 
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers.processing_utils import ProcessorMixin
 
 from rlinf_vl.models.image_tokens import ImageTokens
 
+#: Sizes of images whose tiles and ids are kept.
+MAX_SIZES = 4096
 #: Side in pixels of an image that has as many tiles as there are.
 LARGE = 2048
 
@@ -62,7 +64,7 @@ class TileImages:
         special = set(self._tokenizer.get_added_vocab().values()) - {self._id}
         self._marks = tuple(sorted(special & {*ids.tolist(), *many_ids.tolist()}))
 
-    @cache  # noqa: B019  # one processor in a process
+    @lru_cache(MAX_SIZES)  # noqa: B019  # one processor in a process
     def _facts(self, height: int, width: int) -> tuple[int, np.ndarray]:
         """Return (tiles, ids) of an image of this many pixels.
 

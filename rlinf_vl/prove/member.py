@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rlinf_vl.models.families import family_at
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_processor import ImageProcessor, processor_settings
-from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.image_tokens import TOKEN_KEYS, ImageTokens, image_token_id
 from rlinf_vl.models.loading import switch_dropout_off, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.tiles import TileImages, blank_tile
@@ -48,8 +48,6 @@ HIDDEN, VISION_HIDDEN = 48, 32
 MIN_LAYERS = 2
 #: Ids from `VOCABULARY` on are those that the config names, such as an image's placeholder.
 VOCABULARY, NAMED_IDS = 64, 32
-#: Ends of the keys of a config that name token ids.
-TOKEN_KEYS = ("token_id", "token_index")
 
 
 @dataclass(frozen=True)
@@ -132,16 +130,7 @@ class MemberTiles:
         return ImageTokens(placeholder_id, tokens_per_tile=self._tokens_per_tile)
 
     def ids(self, height: int, width: int, placeholder_id: int) -> np.ndarray:
-        tokens = self.image_tokens(placeholder_id)(np.array([self.grid(height, width)]))
-        return np.full(int(tokens[0]), placeholder_id, np.int32)
-
-
-def image_token_id(config: Any) -> int:
-    """Return the id of an image's placeholders, whose key has two names."""
-    for key in ("image_token_id", "image_token_index"):
-        if getattr(config, key, None) is not None:
-            return int(getattr(config, key))
-    raise ValueError(f"the config of {config.model_type} names no image token")
+        return self.image_tokens(placeholder_id).ids(self.grid(height, width))
 
 
 def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> Member:

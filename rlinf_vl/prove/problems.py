@@ -148,8 +148,7 @@ def _token_side(member: Member) -> int:
 
 def _placeholders(member: Member, grid: Grid) -> np.ndarray:
     """Return the ids of an image: its placeholders, between the ids of its start and end."""
-    tokens = member.image_tokens
-    ids = [tokens.id] * int(tokens(np.array([grid]))[0])
+    ids = member.image_tokens.ids(grid).tolist()
     config = member.config
     for prefix in ("vision", "image"):  # the keys' names in Qwen's and in GLM's configs
         start = getattr(config, f"{prefix}_start_token_id", None)

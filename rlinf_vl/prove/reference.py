@@ -1,7 +1,6 @@
 """transformers' own forward of one sequence at a time: what every proof compares with."""
 
 import inspect
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlinf_vl.data.images import decode
-from rlinf_vl.models.by_path import encode_square_patches
+from rlinf_vl.models.encoders import encode_square_patches, squares
 from rlinf_vl.packing.collator import Member as PackedTrajectory
 from rlinf_vl.prove.member import Member
 from rlinf_vl.types import Group, ImageRef, TokenSequence
@@ -37,8 +36,7 @@ def logprobs_of(member: Member, model: PreTrainedModel, sequence: TokenSequence)
         if has_grids:
             inputs["image_grid_thw"] = torch.tensor([grid for _, grid in sequence.images])
         if not has_grids or member.family.encode_images is encode_square_patches:
-            side = math.isqrt(pixels.shape[1] // 3)
-            inputs["pixel_values"] = pixels.view(-1, 3, side, side)
+            inputs["pixel_values"] = squares(pixels)
         if "pixel_attention_mask" in inspect.signature(model.forward).parameters:
             inputs["pixel_values"] = inputs["pixel_values"].unsqueeze(0)  # of one prompt
         if "mm_token_type_ids" in inspect.signature(model.forward).parameters:

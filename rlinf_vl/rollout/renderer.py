@@ -174,10 +174,8 @@ class Renderer:
             start, position = len(ids), end + len(stop)
             ids += self._encode(rendered[len(prompt) : position], text_mark)
             spans.append((start, len(ids)))
-        expanded, grids = self._expand(ids, images)
+        expanded, lengths, grids = self._expand_images(ids, images)
         # An image's placeholder stands for several tokens.
-        image_ids = [self.processor.image_ids(image) for image in images]
-        _, lengths = self.processor.image_tokens.expand(np.asarray(ids, np.int32), image_ids)
         positions = np.append(0, np.cumsum(lengths)).tolist()
         return expanded, [(positions[start], positions[end]) for start, end in spans], grids
 
@@ -386,10 +384,18 @@ class Renderer:
         return rendered
 
     def _expand(self, ids: list[int], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32 [P], grids int32 [len(images), 3]) of `_expand_images`."""
+        expanded, _, grids = self._expand_images(ids, images)
+        return expanded, grids
+
+    def _expand_images(
+        self, ids: list[int], images: Sequence[ImageRef]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Replace the image placeholders among the ids, one of each image, by the image's ids.
 
         Returns:
-            (ids int32 [P], grids int32 [len(images), 3]).
+            (ids int32 [P], the number of them that each of `ids` became, int64, grids int32
+            [len(images), 3]).
 
         Raises:
             ValueError: there are more or fewer placeholders than images.
@@ -403,7 +409,8 @@ class Renderer:
                 "not show each image once, or the chat template does not render them"
             )
         image_ids = [self.processor.image_ids(image) for image in images]
-        return self.processor.image_tokens.expand(rendered, image_ids)[0], grids
+        expanded, lengths = self.processor.image_tokens.expand(rendered, image_ids)
+        return expanded, lengths, grids
 
     def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
         return np.asarray([self.processor.grid(image) for image in images], np.int32).reshape(

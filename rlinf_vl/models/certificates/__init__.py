@@ -36,17 +36,17 @@ class Certificate:
     @classmethod
     def of(cls, content: dict[str, Any]) -> "Certificate":
         """Read the content of a file that `prove-family --output` wrote."""
-        by_status: dict[str, dict[str, Any]] = {"proven": {}, "wrong": {}, "refused": {}}
-        for path in content["paths"]:
-            figures = tuple(path["figures"])
-            reason = path["reason"] or f"differs by {max(figures, default=0.0):.1e}"
-            is_proven = path["status"] == "proven"
-            by_status[path["status"]][path["path"]] = figures if is_proven else reason
+        by_status: dict[str, list[dict[str, Any]]] = {"proven": [], "wrong": [], "refused": []}
+        for outcome in content["paths"]:
+            by_status[outcome["status"]].append(outcome)
         return cls(
             content["model_type"],
-            by_status["proven"],
-            by_status["wrong"],
-            by_status["refused"],
+            {outcome["path"]: tuple(outcome["figures"]) for outcome in by_status["proven"]},
+            {
+                outcome["path"]: outcome["reason"] or f"differs by {max(outcome['figures']):.1e}"
+                for outcome in by_status["wrong"]
+            },
+            {outcome["path"]: outcome["reason"] for outcome in by_status["refused"]},
             content["versions"]["transformers"],
         )
 
@@ -64,7 +64,7 @@ def not_proven(model_type: str) -> str:
         return ""
     return (
         f"nobody has proven that models of type {model_type!r} are computed here as in "
-        "transformers: run rlinf-vl prove-family with this checkpoint, two minutes on a CPU"
+        "transformers: run rlinf-vl prove-family with this checkpoint, a minute on a CPU"
     )
 
 

@@ -13,13 +13,22 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 #: Name in docs/models.md → model type, the refusal.
 REFUSED = {
-    "Gemma 3": ("gemma3", "tokens of Gemma3Model attend to later ones"),
-    "Cohere2": ("cohere2_vision", "has layers of sliding_attention"),
-    "PaliGemma": ("paligemma", "tokens of PaliGemmaModel attend to later ones"),
-    "LLaVA-NeXT": ("llava_next", "by pixel_values, image_sizes; only patches"),
+    "Gemma 3": ("gemma3", "tokens of Gemma3Model attend to later ones of their prompt or image"),
+    "Cohere2": (
+        "cohere2_vision",
+        "has layers of sliding_attention; only full_attention is supported",
+    ),
+    "PaliGemma": (
+        "paligemma",
+        "tokens of PaliGemmaModel attend to later ones of their prompt or image, which is not supported",
+    ),
+    "LLaVA-NeXT": (
+        "llava_next",
+        "encodes images by pixel_values, image_sizes; only patches with their",
+    ),
     "LLaVA-OneVision": ("llava_onevision", "by pixel_values, image_sizes; only patches"),
-    "Mistral 3": ("mistral3", "by pixel_values, image_sizes; only patches"),
-    "Llama 3.2 Vision": ("mllama", "has no get_image_features"),
+    "Mistral 3": ("mistral3", "encodes images by pixel_values, image_sizes; only patches"),
+    "Llama 3.2 Vision": ("mllama", "MllamaModel has no get_image_features"),
 }
 
 

@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -173,18 +172,13 @@ def test_ids_around_and_between_tokens_are_written():
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("gemma3", "tokens of Gemma3Model attend to later ones of their prompt or image"),
-        ("cohere2_vision", "has layers of sliding_attention; only full_attention is supported"),
-        ("paligemma", "attend to later ones of their prompt or image, which is not supported"),
-        ("llava_next", "encodes images by pixel_values, image_sizes; only patches with their"),
-        ("mistral3", "encodes images by pixel_values, image_sizes; only patches"),
-        ("mllama", "MllamaModel has no get_image_features"),
         ("video_llama_3", "its config has no spatial_merge_size"),
         ("janus", "makes tokens of 2048 numbers; those of the text model have 4096"),
         ("bert", "bert is no vision-language model of transformers"),
     ],
 )
 def test_what_is_not_exact_is_refused_by_name(model_type, said):
+    """Those that docs/models.md names are in tests/unit/docs/test_models_page.py."""
     config = AutoConfig.for_model(model_type)
     text = config.get_text_config()
     text.num_hidden_layers = 2
@@ -275,8 +269,10 @@ def test_changed_logits_are_refused(key):
 
 
 def test_sglang_is_refused_and_so_is_a_type_that_is_named(folder):
-    problems = partial(lambda *more: list(checkpoint(load_config("toy-grpo-cpu", [path, *more]))))
-    path = f"rollout.model.model_path={folder}"
+    def problems(*overrides):
+        path = f"rollout.model.model_path={folder}"
+        return list(checkpoint(load_config("toy-grpo-cpu", [path, *overrides])))
+
     assert problems() == []
     (problem,) = problems("rollout.rollout_backend=sglang")
     assert "set rollout.rollout_backend=torch" in problem
