@@ -16,6 +16,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.models.shards import Shards, load_shards
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.user_code import is_code, load_code
 
@@ -41,14 +42,14 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
     """
     max_tokens = config.runner.max_tokens_per_mbs
     load_policy, collate_policy, processor = _model(
-        config, model_path, config.rollout.model.model_type
+        config, model_path, config.rollout.model.model_type, mesh
     )
     distillation, teachers = config.algorithm.distillation, list[TeacherSource]()
     for path, labels in distillation.labels_by_path.items():
         if path == SELF:
             teachers.append(TeacherSource(load_policy, collate_policy, labels))
             continue
-        load_teacher, collate_teacher, teacher_processor = _model(config, path, "auto")
+        load_teacher, collate_teacher, teacher_processor = _model(config, path, "auto", mesh)
         _check_teacher(f"{distillation.key_of(path)}: {path}", processor, teacher_processor)
         teachers.append(TeacherSource(load_teacher, collate_teacher, labels))
     loss_name, loss = config.algorithm.loss_type, None
@@ -71,7 +72,7 @@ def load_trainer(config: Config, model_path: str, mesh: Mesh, total_steps: int) 
     )
 
 
-def _model(config: Config, path: str, model_type: str):
+def _model(config: Config, path: str, model_type: str, mesh: Mesh):
     """Return the function that reads the model at `path`, its collator and its processor."""
     rollout, actor, files = config.rollout.model, config.actor, config.runner.code_files
     family = family_of(model_type, path, rollout.trust_remote_code, actor.model.vlm.paths, files)
@@ -83,8 +84,17 @@ def _model(config: Config, path: str, model_type: str):
         trust_remote_code=rollout.trust_remote_code,
     )
 
+    # Quantization needs whole weights, and every rank has all of them.
+    is_quantized = actor.model.is_lora and actor.model.lora.quantization != "none"
+
     def load(dtype: torch.dtype) -> PolicyModel:
-        model = load_model(path, family, dtype, trust_remote_code=rollout.trust_remote_code)
+        shards: Shards = {}
+        if mesh.shards_weights and not is_quantized:
+            model, shards = load_shards(
+                path, family, dtype, mesh.sharding, trust_remote_code=rollout.trust_remote_code
+            )
+        else:
+            model = load_model(path, family, dtype, trust_remote_code=rollout.trust_remote_code)
         # No engine samples these, so they have no probability in training either.
         banned = processor.banned_ids(vocab_size(model))
         temperature = config.algorithm.sampling_params.temperature
@@ -92,9 +102,11 @@ def _model(config: Config, path: str, model_type: str):
             # What is imitated was not sampled: the loss is that of the plain softmax.
             banned[:] = False
             temperature = 1.0
-        return PolicyModel(
+        policy = PolicyModel(
             model, family, banned, temperature=temperature, chunk=actor.logprob_chunk_tokens
         )
+        policy.shards = shards
+        return policy
 
     collate = Collator(
         family=family,

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf_vl.config.schema import FsdpConfig
+from rlinf_vl.models import shards
 from rlinf_vl.models.context import ContextRanks
 from rlinf_vl.models.family import submodules
 from rlinf_vl.models.loading import DTYPES
@@ -83,6 +84,11 @@ class Mesh:
         return self.ranks.device_type
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether a rank has only a part of each weight."""
+        return self.sharding.size(-1) > 1
+
+    @property
     def size(self) -> int:
         """Number of ranks in all dimensions, over which FSDP2 averages gradients."""
         return self.ranks.size()
@@ -116,14 +122,16 @@ class Mesh:
     def shard(self, policy: PolicyModel, settings: FsdpConfig) -> PolicyModel:
         """Shard parameters in the FSDP units of the model's family, and one for the rest.
 
-        A small model (`ONE_UNIT`) is one unit. `policy` is on the CPU. FSDP2 moves a unit to the
-        mesh's device when it shards it, and drops the whole unit then: beside the shards, a device
-        has one whole unit at most. With `cpu_offload` the shards return to host memory.
+        A small model (`ONE_UNIT`) is one unit. `policy` is on the CPU. The weights that it has in
+        `PolicyModel.shards` go to the mesh's device as they are. FSDP2 moves each unit of the
+        others there when it shards it, and drops the whole unit then: beside the shards, a device
+        has one whole unit at most. With `cpu_offload` shards are in host memory.
 
         Master weights stay in their dtype (float32); units compute in `param_dtype`; gradients are
         reduced in `reduce_dtype`. Quantized weights stay whole, and those of
         `Family.float32_weights`: a unit computes in one dtype.
         """
+        shards.drop_memory(policy.model, policy.shards)
         # FSDP2 ignores these, so it does not move them either.
         unsharded = set(map(id, _unsharded(policy)))
         policy._apply(lambda value: value.to(self.device) if id(value) in unsharded else value)
@@ -158,6 +166,11 @@ class Mesh:
         options["reshard_after_forward"] = False  # backward starts with the root's weights
         fsdp.fully_shard(policy, **options)
         fsdp.register_fsdp_forward_method(policy, "encode")
+        if policy.shards:
+            shards.put_in_place(
+                policy.model, policy.shards, "cpu" if settings.cpu_offload else self.device
+            )
+            policy._apply(lambda value: value)  # FSDP2 takes note of new parameters then
         return policy
 
     def average_gradients(self, weights: Sequence[nn.Parameter]) -> None:

@@ -46,9 +46,16 @@ TOKENIZER_AND_PROCESSOR_FILES = (
 
 
 def load_model(
-    path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False
+    path: str | Path,
+    family: Family,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool = False,
+    prepare: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Load the transformers model at `path` on the CPU, prepared by `use_packed_attention`.
+
+    `prepare` is called with the model when it has no weights yet.
 
     Raises:
         ValueError: the checkpoint is of another family than `rollout.model.model_type` says.
@@ -57,15 +64,46 @@ def load_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     family.check(config, path)
     switch_dropout_off(config)
+    model_class = family.model_class
+    if prepare is not None:
+        model_class = _prepared_class(family, config, trust_remote_code, prepare)
     with _kept_in_float32(family.float32_weights):
-        model = family.model_class.from_pretrained(
+        model, info = model_class.from_pretrained(
             path,
             config=config,
             dtype=dtype,
             attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"the checkpoint at {path} lacks {len(missing)} weights of a {family.model_type}, such "
+            f"as {missing[0]}; without them the model would begin with random ones"
+        )
+    if prepare is not None:
+        model.__class__ = model_class.__base__
     return use_packed_attention(model, family)
+
+
+def _prepared_class(
+    family: Family,
+    config: Any,
+    trust_remote_code: bool,
+    prepare: Callable[[PreTrainedModel], None],
+) -> Any:
+    """Return the class of models of this config, whose constructor calls `prepare` at its end."""
+    with torch.device("meta"):
+        model = family.model_class.from_config(config, trust_remote_code=trust_remote_code)
+    model_class: Any = type(model)
+
+    def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        prepare(self)
+
+    # transformers looks up its conversions of weights by the class's name and module.
+    names = {"__module__": model_class.__module__, "__init__": construct}
+    return type(model_class.__name__, (model_class,), names)
 
 
 def switch_dropout_off(config: Any) -> None:

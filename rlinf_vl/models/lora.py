@@ -114,7 +114,7 @@ def add_adapters(model: PreTrainedModel, family: Family, lora: LoraSettings) -> 
         if is_adapter(name):
             weight.data = weight.data.float()
     # peft matches names by its own rules: compare what it wrapped with what was chosen.
-    wrapped = set(map(_unwrapped_name, adapters(model)))
+    wrapped = set(map(unwrapped_name, adapters(model)))
     expected = {*experts, *(f"{name}.weight" for name in modules)}
     if differing := sorted(wrapped ^ expected):
         raise AdapterError(
@@ -200,7 +200,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _unwrapped_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
     """Return the name that a parameter had before peft wrapped its module."""
     return name.replace(".base_layer", "")
 
@@ -240,7 +240,7 @@ def engine_weights(model: nn.Module, merged: bool) -> Iterator[tuple[str, nn.Par
     layers = adapters(model) if merged else {}
     for name, weight in model.named_parameters():
         if not (merged and is_adapter(name)):
-            yield _unwrapped_name(name) if merged else name, weight, layers.get(name)
+            yield unwrapped_name(name) if merged else name, weight, layers.get(name)
 
 
 def with_adapter(weight: torch.Tensor, layer: Any) -> torch.Tensor:

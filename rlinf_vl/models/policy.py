@@ -20,6 +20,7 @@ from rlinf_vl.models.loading import output_weight, part_of
 from rlinf_vl.models.logprobs import likeliest, token_logprobs
 from rlinf_vl.models.mixture import ROUTES, ExpertLoad, Routing
 from rlinf_vl.models.shapes import Mixture
+from rlinf_vl.models.shards import Shards
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.types import MicroBatch
 
@@ -146,6 +147,8 @@ class PolicyModel(nn.Module):
         self.chunk = chunk
         #: The ranks that share each row; a batch is then one rank's part of a row.
         self.context_ranks: ContextRanks | None = None
+        #: Weights that `models.shards` has read, until the model is sharded.
+        self.shards: Shards = {}
         self.replay = False  # use the engine's experts, where it reported them
         self.mixture = family.mixture(model.config)
         self.register_buffer("banned", torch.from_numpy(np.flatnonzero(banned)), persistent=False)

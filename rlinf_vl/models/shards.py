@@ -1,0 +1,185 @@
+"""Reading a rank's shards of a checkpoint, and nothing else of it.
+
+transformers reads of a weight that is a DTensor only the rows of this rank. So a model is made
+without weights, its parameters are declared to be DTensors, and transformers fills them. FSDP2
+takes plain parameters: `load_shards` returns the model with weightless parameters and the shards
+beside it, and `put_in_place` gives them to the model once FSDP2 has sharded it.
+
+A weight that transformers computes of several stored ones, in a manner that mixes the rows of
+different ranks, is read whole, and its shard is cut out of it.
+"""
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
+
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.loading import load_model, stored_as_in_memory
+from rlinf_vl.models.lora import unwrapped_name
+
+#: By name, the weights of which this rank has the rows that FSDP2 gives it.
+Shards = dict[str, DTensor]
+
+
+def load_shards(
+    path: str | Path,
+    family: Family,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, Shards]:
+    """Read this rank's rows of each weight into host memory.
+
+    Args:
+        mesh: FSDP2's: its last dimension shards, one before it replicates.
+
+    Returns:
+        The model as `load_model` makes it, with parameters that have shapes and no memory, but for
+        `Family.float32_weights`, which every rank has whole; and the shards by name.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    stays_whole = set[str]()
+
+    def declare(model: PreTrainedModel) -> None:
+        stays_whole.update(_mixing_rows(model, path, family))
+
+        def declared(name: str, weight: nn.Parameter) -> nn.Parameter:
+            if name in stays_whole or family.stays_float32(name):
+                return weight
+            return nn.Parameter(_sharded(weight, mesh), requires_grad=weight.requires_grad)
+
+        _replace(model, declared)
+
+    model = load_model(path, family, dtype, trust_remote_code=trust_remote_code, prepare=declare)
+    shards: Shards = {}
+
+    def emptied(name: str, weight: nn.Parameter) -> nn.Parameter:
+        if family.stays_float32(name):
+            return weight
+        is_sharded = isinstance(weight, DTensor)
+        shards[name] = weight.data if is_sharded else _sharded(weight.data, mesh)
+        empty = torch.empty((), dtype=weight.dtype).expand(weight.shape)
+        return nn.Parameter(empty, requires_grad=weight.requires_grad)
+
+    _replace(model, emptied)
+    return model, shards
+
+
+def drop_memory(model: nn.Module, shards: Collection[str]) -> None:
+    """Move the parameters of these names to the device `meta`: FSDP2 then moves no bytes of them.
+
+    `load_shards` leaves them on the CPU, where adapters are made beside them.
+    """
+
+    def on_meta(name: str, weight: nn.Parameter) -> nn.Parameter:
+        if unwrapped_name(name) not in shards:
+            return weight
+        return nn.Parameter(weight.data.to("meta"), requires_grad=weight.requires_grad)
+
+    _replace(model, on_meta)
+
+
+def put_in_place(model: nn.Module, shards: Shards, device: str) -> None:
+    """Move the shards to `device` and into a model that FSDP2 has sharded; `shards` is emptied."""
+
+    def filled(name: str, weight: nn.Parameter) -> nn.Parameter:
+        shard = shards.pop(unwrapped_name(name), None)
+        if shard is None:
+            return weight
+        value = _as_dtensor(shard.to_local().to(device), shard.shape, shard.device_mesh)
+        return nn.Parameter(value, requires_grad=weight.requires_grad)
+
+    _replace(model, filled)
+    assert not shards, f"the model has no weight for {', '.join(sorted(shards))}"
+
+
+def _mixing_rows(model: PreTrainedModel, path: str | Path, family: Family) -> set[str]:
+    """Return the names of weights whose rows follow from more than the same stored rows.
+
+    transformers makes these of stored weights by operations. Exempt are experts, [experts, out,
+    in], that are stored one by one, side by side or transposed: a row is a whole expert.
+    """
+    converters = [
+        converter
+        for converter in get_model_conversion_mapping(model)
+        if isinstance(converter, WeightConverter)
+    ]
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    # transformers tells what to transpose by shapes, which those of shards are not.
+    transposes = not (converters and stored_as_in_memory(path, family, shapes))
+    mixing = set[str]()
+    for converter in converters:
+        keeps_experts = all(_keeps_experts(step, transposes) for step in converter.operations)
+        # A converter's own matching is by the stored names.
+        target = re.compile(
+            "|".join(p.replace("*", ".*").replace(r"\1", ".*") for p in converter.target_patterns)
+        )
+        mixing |= {
+            name
+            for name, shape in shapes.items()
+            if target.search(name) and not (keeps_experts and len(shape) == 3)
+        }
+    return mixing
+
+
+def _keeps_experts(operation: Any, transposes: bool) -> bool:
+    """Return whether an operation on stacked experts leaves each one in its place."""
+    match operation:
+        case MergeModulelist():
+            return operation.dim == 0
+        case Concatenate():
+            return operation.dim != 0
+        case Transpose():
+            return transposes and 0 not in (operation.dim0, operation.dim1)
+    return False
+
+
+def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return the weight as the DTensor of this rank's rows, a copy, on the weight's device."""
+    # As `torch.chunk` divides: ⌈rows / ranks⌉ each, less for the last ones.
+    rows_per_rank = -(-len(weight) // mesh.size(-1))
+    start = mesh.get_local_rank(mesh.ndim - 1) * rows_per_rank
+    rows = weight[start : start + rows_per_rank]
+    return _as_dtensor(rows.clone(), weight.shape, mesh)
+
+
+def _as_dtensor(rows: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+    """Return a rank's rows as the DTensor of a weight of this shape."""
+    return DTensor.from_local(
+        rows,
+        mesh,
+        _placements(mesh),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _placements(mesh: DeviceMesh) -> list[Placement]:
+    """Return FSDP2's: rows are sharded over the last dimension, and replicated over one before."""
+    return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+
+
+def _replace(model: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Replace every parameter by that of `replacement(name, parameter)`, also where it is tied."""
+    new = {id(weight): replacement(name, weight) for name, weight in model.named_parameters()}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, new[id(weight)])
