@@ -355,10 +355,13 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
     weights, runner = model.weights, config.runner
     # A new checkpoint is complete before the oldest is deleted.
     n_checkpoints = max(1, runner.keep_last) + runner.keep_best + 1
-    # Each rank and each engine reads the whole model into host memory.
+    # A rank reads its own rows into host memory, an engine the whole model.
+    is_hybrid = config.actor.fsdp_config.strategy == "hsdp"
+    share = weights.shard(ranks if is_hybrid else ranks * nodes)
     loading_bytes = (
-        ranks * model.stored + engines * DTYPES[config.rollout.model.precision].itemsize
-    ) * weights.total
+        ranks * model.stored * (weights.total if weights.quantized else share)
+        + engines * DTYPES[config.rollout.model.precision].itemsize * weights.total
+    )
     finding = (
         f"{machine.total_memory / GIB:.1f} GiB; loading takes {loading_bytes / GIB:.1f} "
         f"(actor ranks {ranks}, engines {engines})"

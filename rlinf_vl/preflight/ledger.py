@@ -288,9 +288,11 @@ def _rank(
         "gathered weights": (4 + sent_itemsize) * weights.largest,
         "buckets in flight": strategy.sender_peak_bytes(sent_itemsize * weights.largest),
     }
-    # FSDP2 moves a unit to the device whole, and drops it for its shard.
+    # Shards that were read go to the device as they are. Of whole weights FSDP2 moves a unit there,
+    # and drops it for its shard.
     unit_bytes = model.stored * max(weights.root, weights.block, weights.tower_unit)
-    sharding = {"parameters": shards["parameters"] + unit_bytes}
+    reads_shards = shard > 1 and not quantized
+    sharding = {"parameters": shards["parameters"] + (0 if reads_shards else unit_bytes)}
     shards = shards | packed
     process_parts = {
         "rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1),

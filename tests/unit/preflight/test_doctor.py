@@ -61,10 +61,10 @@ def test_a_machine_that_has_everything_has_no_other_line():
         ({"shared_memory": GIB // 16}, "shared memory", "warn", "--shm-size=480g"),
         ({"cores": 8}, "cores", "warn", "8 for 16 actors"),
         (
-            {"total_memory": 96 * GIB},
+            {"total_memory": 48 * GIB},
             "memory",
             "warn",
-            "loading takes 95.1 (actor ranks 8, engines 8)",
+            "loading takes 39.6 (actor ranks 8, engines 8)",
         ),
         ({"run_disk": 40 * GIB}, "disk", "warn", "3 checkpoints of 20.7 GiB"),
         ({"run_disk": 10 * GIB}, "disk", "fail", "lower runner.keep_last"),
