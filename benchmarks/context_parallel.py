@@ -66,6 +66,7 @@ def row(tokens: int, vocabulary: int) -> MicroBatch:
         grids=np.tile(np.array([1, 16 * MERGE, 16 * MERGE]), (images, 1)),
         image_positions=shown,
         image_features=np.arange(len(shown)),
+        image_runs=np.stack([shown[::256], shown[255::256] + 1], axis=1),
     )
 
 

@@ -172,8 +172,8 @@ FAULTS = (
         name="prefix-gradient-lost",
         page="architecture",
         promise="Each part's backward is exact for its own keys.",
-        old="grad_sum[tokens] += prefix_grad",
-        new="grad_sum[tokens] = prefix_grad",
+        old="grad_sum[tokens] += part_grad",
+        new="grad_sum[tokens] = part_grad",
         tests=("tests/unit/models/test_attention.py",),
     ),
     Fault(

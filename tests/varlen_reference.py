@@ -43,8 +43,8 @@ def _sequences(cu_q, cu_k) -> Iterator[tuple[slice, slice]]:
         yield slice(*cu_q[i : i + 2].tolist()), slice(*cu_k[i : i + 2].tolist())
 
 
-def _scores(q_LHD, k_UHD, causal: bool, scale: float) -> torch.Tensor:
-    """float32 [H, L, U]; causal: aligned at the last query and the last key."""
+def _scores(q_LHD, k_UHD, causal: bool, left: int | None, scale: float) -> torch.Tensor:
+    """float32 [H, L, U]; causal, and at most `left` keys before a query's own: aligned at the last query and the last key."""
     k_UHD = k_UHD.float().repeat_interleave(q_LHD.shape[1] // k_UHD.shape[1], dim=1)
     scores = torch.einsum("lhd,uhd->hlu", q_LHD.float(), k_UHD) * scale
     if causal:
@@ -52,6 +52,10 @@ def _scores(q_LHD, k_UHD, causal: bool, scale: float) -> torch.Tensor:
         scores = scores.masked_fill(
             torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries), -torch.inf
         )
+    if left is not None:
+        queries, keys = scores.shape[1:]
+        before = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries - left - 1)
+        scores = scores.masked_fill(before, -torch.inf)
     return scores
 
 
@@ -63,7 +67,6 @@ def forward(
     _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     assert dropout_p == 0.0 and not return_debug_mask
     options = (
-        window_size_left,
         window_size_right,
         seqused_k,
         alibi_slopes,
@@ -71,7 +74,7 @@ def forward(
         num_splits,
     )
     assert all(x is None for x in options)
-    if max_q == 1 and query.shape[1] > key.shape[1]:
+    if max_q == 1 and query.shape[1] > key.shape[1] and window_size_left is None:
         # The kernel then takes the heads of a group for queries: it reshapes [T, H, D] by its number of sequences.
         query.reshape(
             len(cum_seq_q) - 1, key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
@@ -80,7 +83,7 @@ def forward(
     out = torch.full_like(query, torch.nan)
     lse = torch.full((query.shape[1], len(query)), torch.nan)
     for rows, keys in _sequences(cum_seq_q, cum_seq_k):
-        scores = _scores(query[rows], key[keys], is_causal, scale)
+        scores = _scores(query[rows], key[keys], is_causal, window_size_left, scale)
         lse[:, rows] = scores.logsumexp(-1)
         v = value[keys].float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         out[rows] = torch.einsum("hlu,uhd->lhd", scores.softmax(-1), v).to(out.dtype)
@@ -102,7 +105,7 @@ def backward(
     assert grad_out.dtype == out.dtype == query.dtype and grad_out.shape == out.shape == query.shape
     assert logsumexp.dtype == torch.float32 and dropout_p == 0.0
     assert (rng_state.dtype, rng_state.shape, unused.dtype) == (torch.uint64, (2,), torch.uint64)
-    assert window_size_left is None and window_size_right is None
+    assert window_size_right is None
     scale = scale or 1 / math.sqrt(query.shape[2])
     tokens, heads = query.shape[:2]
     lse = logsumexp.as_strided((heads, tokens), (tokens, 1))  # as the kernel reads it
@@ -111,7 +114,9 @@ def backward(
     for rows, keys in _sequences(cum_seq_q, cum_seq_k):
         g, o = grad_out[rows].float(), out[rows].float()
         k, v = (x[keys].float().repeat_interleave(repeat, dim=1) for x in (key, value))
-        p = (_scores(query[rows], key[keys], is_causal, scale) - lse[:, rows, None]).exp()
+        p = (
+            _scores(query[rows], key[keys], is_causal, window_size_left, scale) - lse[:, rows, None]
+        ).exp()
         ds = p * (torch.einsum("lhd,uhd->hlu", g, v) - (g * o).sum(-1).t()[:, :, None]) * scale
         dq[rows] = torch.einsum("hlu,uhd->lhd", ds, k).to(dq.dtype)
         for total, made in (

@@ -13,8 +13,16 @@ continues.
 A segment itself and each level of its prefixes are attended separately and merged by their
 log-sum-exps, so neither a [T, T] mask nor a second copy of a prefix's keys is made. A class of
 `kernels.attention.KERNELS` computes one such part.
+
+In a layer with a sliding window of W tokens, a token sees itself and the W - 1 tokens before it on
+its path from the root. Each segment is then attended with copies of the last W - 1 keys before it.
+
+In some models the tokens of one image see each other, whatever the window. The later tokens of an
+image are one more part that is merged.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -34,11 +42,20 @@ class AttentionContext(Protocol):
     """
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Return the layer's attention of `q` over the keys that each token may see: [B, T, H, D].
 
-        `scaling` multiplies the scores.
+        Args:
+            scaling: multiplies the scores.
+            window: the layer's sliding window: the last tokens that a token sees, itself among
+                them. None for all.
         """
         ...
 
@@ -52,6 +69,94 @@ class AttentionContext(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Attention of some tokens over some keys, in one call of a kernel."""
+
+    rows: torch.Tensor | slice
+    keys: torch.Tensor | slice
+    kernel: Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The calls of one attention: all tokens over some keys, then some of them over further keys.
+
+    Attributes:
+        keys: the keys of the first call; a key may be there several times.
+        kernel: of that call.
+        further: parts with further keys, which name no token twice.
+    """
+
+    keys: torch.Tensor | slice
+    kernel: Kernel
+    further: Sequence[Part]
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out [T, H, D] in q's dtype, log-sum-exp float32 [T, H])."""
+        out, lse = self.kernel.forward(q, k[self.keys], v[self.keys], scale)
+        if not self.further:
+            return out, lse
+        # In float32: bfloat16 would round after every merge, an error that grows with the tree's
+        # depth.
+        merged = out.float()
+        for part in self.further:
+            added = part.kernel.forward(q[part.rows], k[part.keys], v[part.keys], scale)
+            merge(merged, lse, part.rows, *added)
+        return merged.to(out.dtype), lse
+
+    def backward(
+        self, grad, q, k, v, out, lse, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (dq, dk, dv)."""
+        dq, *key_grads = self.kernel.backward(grad, q, k[self.keys], v[self.keys], out, lse, scale)
+        if not isinstance(self.keys, slice):
+            key_grads = [_gathered_gradient(x, self.keys, k) for x in key_grads]
+        dk, dv = key_grads
+        for part in self.further:
+            rows, keys = part.rows, part.keys
+            part_grads = part.kernel.backward(
+                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale
+            )
+            for grad_sum, tokens, part_grad in zip(
+                (dq, dk, dv), (rows, keys, keys), part_grads, strict=True
+            ):
+                grad_sum[tokens] += part_grad  # an index names no token twice, so += loses none
+        return dq, dk, dv
+
+
+def _gathered_gradient(grad: torch.Tensor, keys: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a tensor `of` whose rows `keys` were gathered, added up in float32."""
+    total = torch.zeros_like(of, dtype=torch.float32)
+    return total.index_add_(0, keys, grad.float()).to(of.dtype)
+
+
+def image_part(
+    runs: np.ndarray, kernel: type[Kernel], device: torch.device | str, keys_before: int = 0
+) -> list[Part]:
+    """Return the part in which image tokens see the later tokens of their image, if there are any.
+
+    Backwards, the tokens after the first see what the tokens before the last may see of them:
+    causal attention of the reversed image.
+
+    Args:
+        runs: int64 [n, 2], first token of an image and the one behind its last.
+        keys_before: the number of keys before that of the first token.
+    """
+    runs = runs[runs[:, 1] - runs[:, 0] > 1]
+    if not len(runs):
+        return []
+    pairs = runs[:, 1] - runs[:, 0] - 1
+    bounds = np.cumsum([0, *pairs])
+    steps = np.arange(bounds[-1]) - np.repeat(bounds[:-1], pairs)
+    keys = np.repeat(runs[:, 1] - 1, pairs) - steps
+    rows = on_device(keys - 1, device)
+    layout = kernel(bounds, bounds, True, device)
+    return [Part(rows, on_device(keys + keys_before, device), layout)]
+
+
 class SegmentAttention:
     """Attention and delta nets of one packed row of T tokens; its segments may continue others."""
 
@@ -59,11 +164,11 @@ class SegmentAttention:
         self,
         cu_seqlens: np.ndarray,
         prefix: np.ndarray | None = None,
-        *,
         causal: bool = True,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         kernel: str | None = None,
+        image_runs: np.ndarray | None = None,
     ) -> None:
         """Choose a kernel and lay out its calls, for all layers of the forward.
 
@@ -76,33 +181,79 @@ class SegmentAttention:
                 the whole segment.
             dtype: dtype of the queries; with `device` it chooses the kernel, unless `kernel` names
                 one.
+            image_runs: int [n, 2], first token of an image and the one behind its last, for models
+                whose image tokens see each other. An image lies in one segment.
         """
         self._delta = partial(DeltaLayout, cu_seqlens, prefix, device)
-        kernel_class = kernel_for(torch.device(device), dtype, kernel)
-        self.segment_kernel: Kernel = kernel_class(cu_seqlens, cu_seqlens, causal, device)
-        #: (queries whose segments continue prefixes, keys of the prefixes, the kernel for both)
-        self.shared: list[tuple[torch.Tensor | slice, torch.Tensor | slice, Kernel]] = []
-        for prefixes, subtree_ends in _levels(cu_seqlens, prefix) if prefix is not None else ():
-            prefixes_per_call = len(prefixes) if kernel_class.batches_sequences else 1
+        self._bounds, self._prefix, self._device = cu_seqlens, prefix, device
+        self._kernel = kernel_for(torch.device(device), dtype, kernel)
+        self._image_part: list[Part] = []
+        if image_runs is not None:
+            _assert_whole(image_runs, cu_seqlens, prefix)
+            self._image_part = image_part(image_runs, self._kernel, device)
+        #: The layout of layers without a window.
+        self.full = Layout(
+            slice(None),
+            self._kernel(cu_seqlens, cu_seqlens, causal, device),
+            self._prefix_parts() + self._image_part,
+        )
+        self._windowed: dict[int, Layout] = {}
+
+    def _prefix_parts(self) -> list[Part]:
+        """Return the parts over prefixes, level by level."""
+        bounds, device, parts = self._bounds, self._device, []
+        for prefixes, subtree_ends in (
+            _levels(bounds, self._prefix) if self._prefix is not None else ()
+        ):
+            prefixes_per_call = len(prefixes) if self._kernel.batches_sequences else 1
             for i in range(0, len(prefixes), prefixes_per_call):
                 batch = prefixes[i : i + prefixes_per_call]
                 # A prefix's descendants lie between its own end and the end of its subtree.
-                key_starts, key_ends = cu_seqlens[batch], cu_seqlens[batch + 1]
-                query_ends = cu_seqlens[subtree_ends[i : i + prefixes_per_call]]
+                key_starts, key_ends = bounds[batch], bounds[batch + 1]
+                query_ends = bounds[subtree_ends[i : i + prefixes_per_call]]
                 n_keys, n_queries = key_ends - key_starts, query_ends - key_ends
-                kernel_between = kernel_class(
+                kernel_between = self._kernel(
                     np.cumsum([0, *n_queries]), np.cumsum([0, *n_keys]), False, device
                 )
-                queries = _token_index(key_ends, n_queries, device)
-                keys = _token_index(key_starts, n_keys, device)
-                self.shared.append((queries, keys, kernel_between))
+                queries = token_index(key_ends, n_queries, device)
+                keys = token_index(key_starts, n_keys, device)
+                parts.append(Part(queries, keys, kernel_between))
+        return parts
+
+    def layout(self, window: int | None) -> Layout:
+        """Return the layout of layers with this window, made when a layer first asks for it."""
+        if window is None or window >= self._longest:
+            return self.full
+        if window not in self._windowed:
+            starts, lengths, keys_of_segment = _keys_in_windows(self._bounds, self._prefix, window)
+            kernel = self._kernel(
+                self._bounds, np.cumsum([0, *keys_of_segment]), True, self._device, window
+            )
+            keys = token_index(starts, lengths, self._device)
+            self._windowed[window] = Layout(keys, kernel, self._image_part)
+        return self._windowed[window]
+
+    @cached_property
+    def _longest(self) -> int:
+        """The number of tokens of the longest path."""
+        lengths = np.diff(self._bounds).tolist()
+        for segment, parent in enumerate(() if self._prefix is None else self._prefix.tolist()):
+            if parent >= 0:
+                lengths[segment] += lengths[parent]
+        return max(lengths, default=0)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         assert q.shape[0] == 1, f"packed rows have batch size 1, not {q.shape[0]}"
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
-        return _Attention.apply(q_THD, k_THD, v_THD, self, scaling).unsqueeze(0)
+        return _Attention.apply(q_THD, k_THD, v_THD, self.layout(window), scaling).unsqueeze(0)
 
     @cached_property
     def delta(self) -> DeltaLayout:
@@ -127,33 +278,15 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, plan: SegmentAttention, scale: float):
-        out, lse = plan.segment_kernel.forward(q, k, v, scale)
-        if plan.shared:
-            # In float32: bfloat16 would round after every merge, an error that grows with the
-            # tree's depth.
-            merged = out.float()
-            for rows, keys, kernel in plan.shared:
-                merge(merged, lse, rows, *kernel.forward(q[rows], k[keys], v[keys], scale=scale))
-            out = merged.to(out.dtype)
+    def forward(ctx, q, k, v, layout: Layout, scale: float):
+        out, lse = layout.forward(q, k, v, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]  # torch leaves the number open
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, scale = ctx.plan, ctx.scale
-        dq, dk, dv = plan.segment_kernel.backward(grad, q, k, v, out, lse, scale)
-        for rows, keys, kernel in plan.shared:
-            prefix_grads = kernel.backward(
-                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale=scale
-            )
-            for grad_sum, tokens, prefix_grad in zip(
-                (dq, dk, dv), (rows, keys, keys), prefix_grads, strict=True
-            ):
-                grad_sum[tokens] += prefix_grad  # an index names no token twice, so += loses none
-        return dq, dk, dv, None, None
+        return *ctx.layout.backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
 def merge(
@@ -201,9 +334,50 @@ def _levels(cu_seqlens: np.ndarray, prefix: np.ndarray) -> list[tuple[np.ndarray
     return [(level, ends[level]) for level in levels if len(level)]
 
 
-def _token_index(starts: np.ndarray, lengths: np.ndarray, device) -> torch.Tensor | slice:
+def token_index(starts: np.ndarray, lengths: np.ndarray, device) -> torch.Tensor | slice:
     """Return the tokens of these ranges: a slice if they are contiguous, else int64 indices."""
     if (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return slice(int(starts[0]), int(starts[-1] + lengths[-1]))
     offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return on_device(np.repeat(starts, lengths) + offsets, device)
+
+
+def _keys_in_windows(
+    cu_seqlens: np.ndarray, prefix: np.ndarray | None, window: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the keys of each segment: the last `window - 1` before it on its path, and its own.
+
+    Returns (starts, lengths: the ranges of keys, end to end, keys of each segment), int64.
+    """
+    starts: list[int] = []
+    lengths: list[int] = []
+    keys_of_segment: list[int] = []
+    bounds = cu_seqlens.tolist()
+    parents = [-1] * (len(bounds) - 1) if prefix is None else prefix.tolist()
+    for segment, parent in enumerate(parents):
+        start, end = bounds[segment], bounds[segment + 1]
+        ranges, missing = [(start, end)], window - 1 if end > start else 0
+        while parent >= 0 and missing:
+            n = min(missing, bounds[parent + 1] - bounds[parent])
+            ranges.insert(0, (bounds[parent + 1] - n, bounds[parent + 1]))
+            parent, missing = parents[parent], missing - n
+        starts += [first for first, _ in ranges]
+        lengths += [last - first for first, last in ranges]
+        keys_of_segment.append(sum(last - first for first, last in ranges))
+    return np.array(starts), np.array(lengths), np.array(keys_of_segment)
+
+
+def _assert_whole(runs: np.ndarray, cu_seqlens: np.ndarray, prefix: np.ndarray | None) -> None:
+    """Assert that no image lies across the bound of two segments, one of which continues the other.
+
+    Its tokens in the first would have to see those in the second, which other segments lack.
+    """
+    segments = np.searchsorted(cu_seqlens, runs[:, 0], "right") - 1
+    across = runs[:, 1] > cu_seqlens[segments + 1]
+    assert not across.any(), f"an image lies across the end of its segment: {runs[across][:1]}"
+    if prefix is None:
+        return
+    ends_with_image = np.isin(cu_seqlens[1:], runs[:, 1])
+    begins_with_image = np.isin(cu_seqlens[:-1], runs[:, 0]) & (np.diff(cu_seqlens) > 0)
+    split = begins_with_image & (prefix >= 0) & ends_with_image[prefix]
+    assert not split.any(), f"segment {np.flatnonzero(split)[:1]} begins within an image"

@@ -5,7 +5,8 @@ except that text layers attend through the `AttentionContext` of the running for
 attention interface hands it their rotated queries, keys and values. The requirements are checked on
 a model without weights:
 
-- every text layer attends to all earlier tokens through that interface;
+- every text layer attends through that interface, to all earlier tokens or to those within a
+  sliding window; tokens of an image may see each other;
 - images are patches with grids, as those of Qwen2-VL and its descendants, or tiles of one size, and
   the model's `get_image_features` needs nothing else;
 - positions are counted, or those of M-RoPE.
@@ -14,22 +15,18 @@ Whether the result is what transformers computes is for `rlinf-vl prove-family` 
 """
 
 import inspect
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 from transformers import (
     AutoImageProcessor,
-    AutoModelForImageTextToText,
     AutoTokenizer,
-    PreTrainedConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -47,92 +44,20 @@ from rlinf_vl.models.family import Family, VisionFeatures, text_forward
 from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.image_tokens import (
     TOKEN_KEYS,
-    ImageTokens,
     counted_positions,
     image_token_id,
     mrope_positions,
 )
+from rlinf_vl.models.model_parts import KEYS, Parts
+from rlinf_vl.models.path_checks import (
+    check_head,
+    check_positions,
+    check_text,
+    images_see_themselves,
+)
 from rlinf_vl.models.shapes import head_dim
 from rlinf_vl.models.tiles import TileImages, blank_tile, patches_of_tile
 from rlinf_vl.types import Prices
-
-#: Keys of configs by which models scale or cap logits.
-LOGIT_KEYS = ("logit_scale", "logits_scaling", "final_logit_softcapping", "logits_soft_cap")
-#: Dotted paths of a vision tower and a text model, and the config's keys of them.
-Paths = tuple[str, str]
-KEYS = "actor.model.vlm.vision_encoder_attr", "actor.model.vlm.language_model_attr"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A model without weights, its vision tower and its text model."""
-
-    model: Any
-    tower: Any
-    text: Any
-    paths: Paths
-
-    @property
-    def owner_path(self) -> str:
-        """The path of the module that has the tower and the text model."""
-        return ".".join(os.path.commonprefix([path.split(".") for path in self.paths]))
-
-    @property
-    def owner(self) -> Any:
-        """The module at `owner_path`."""
-        return self.model.get_submodule(self.owner_path)
-
-    @property
-    def tower_text(self) -> str:
-        """The key, path and class of the tower, which begin a message about it."""
-        return f"{KEYS[0]}: {self.paths[0]} ({type(self.tower).__name__})"
-
-
-def parts_of(config: PreTrainedConfig, paths: Paths | None, trust_remote_code: bool) -> Parts:
-    """Return a model's parts: at these paths, or else those that transformers names.
-
-    Raises:
-        ValueError: there is no such model or module, or one module contains the other.
-    """
-    try:
-        with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(
-                config, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
-            )
-    except ValueError as error:  # transformers has no such class for this config
-        raise ValueError(
-            f"{KEYS[0]}: {config.model_type} is no vision-language model of transformers: "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from error
-    except Exception as error:  # a config may break what the model's own code asserts
-        raise ValueError(
-            f"transformers can't make a {config.model_type} of this config: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    paths = paths or _named_paths(model)
-    tower, text = (_module_at(model, key, path) for key, path in zip(KEYS, paths, strict=True))
-    if paths[0].startswith(f"{paths[1]}.") or paths[1].startswith(f"{paths[0]}.") or tower is text:
-        raise ValueError(
-            f"{KEYS[0]}: {paths[0]!r} and {KEYS[1]}: {paths[1]!r} are not modules apart"
-        )
-    return Parts(model, tower, text, paths)
-
-
-def _named_paths(model: Any) -> Paths:
-    """Return the paths of the vision tower and the text model that transformers names.
-
-    Raises:
-        ValueError: it names none.
-    """
-    paths = {id(module): path for path, module in model.named_modules()}
-    vision_path = paths.get(id(model.get_encoder(modality="image")), "")
-    text_path = paths.get(id(model.get_decoder()), "")
-    if not vision_path or not text_path:
-        raise ValueError(
-            f"{type(model).__name__} does not say which module is its vision tower and which its "
-            f"text model; name them: {' and '.join(KEYS)}"
-        )
-    return vision_path, text_path
 
 
 def family_by_path(
@@ -155,10 +80,10 @@ def family_by_path(
     ]
     has_mrope = hasattr(owner, "get_rope_index")
     layers = len(list(model.get_submodule(blocks[1]).children()))
-    _check_text(parts.text, layers, paths[1], has_mrope)
-    _check_head(config)
+    check_text(parts.text, layers, paths[1], has_mrope)
+    check_head(config)
     if has_mrope:
-        _check_positions(owner, config)
+        check_positions(owner, config)
     projector = _projector(parts, blocks[0])
     in_tower = all(path.startswith(f"{paths[0]}.") for path in projector)
     image_token, special_tokens = _image_tokens(config, checkpoint, trust_remote_code)
@@ -177,6 +102,7 @@ def family_by_path(
         special_tokens=special_tokens,
         layers=dict,
         exports_original_format=True,
+        images_see_themselves=images_see_themselves(parts),
         positions=mrope_positions if has_mrope else counted_positions,
         text_forward=text if has_mrope else plain_positions,
         encode_images=encode_images,
@@ -277,11 +203,6 @@ def _takes_patches(parts: Parts) -> bool:
             f"{tower} encodes images by {', '.join(needed)}; only patches with their grids (as "
             "Qwen2-VL's) and tiles of one size are supported"
         )
-    if "token_type_ids" in inspect.signature(owner.forward).parameters:
-        raise ValueError(
-            f"{tower}: tokens of {type(owner).__name__} attend to later ones of their prompt or "
-            "image, which is not supported"
-        )
     return False
 
 
@@ -303,26 +224,6 @@ def _image_tokens(
     return tokens[0], tuple(tokens)
 
 
-def _module_at(model: nn.Module, key: str, path: str) -> nn.Module:
-    """Return the module at a dotted path.
-
-    Raises:
-        ValueError: a segment of the path names no module; the message lists the modules there.
-    """
-    module, names_so_far = model, []
-    for segment in path.split("."):
-        submodules = dict(module.named_children())
-        if segment not in submodules:
-            where = f"{'.'.join(names_so_far) or 'the model'} ({type(module).__name__})"
-            raise ValueError(
-                f"{key}: {path!r}: {where} has no module {segment!r}; it has "
-                f"{', '.join(submodules) or 'none at all'}"
-            )
-        module = submodules[segment]
-        names_so_far.append(segment)
-    return module
-
-
 def _blocks_of(module: nn.Module, key: str) -> str:
     """Return the path in a module of its largest list of layers, by parameters."""
     lists = {
@@ -337,121 +238,22 @@ def _blocks_of(module: nn.Module, key: str) -> str:
     return max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
 
 
-class _RecordingContext:
-    """An `AttentionContext` that computes nothing and records which layers attend."""
-
-    def __init__(self) -> None:
-        self.layers: list[int] = []
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        self.layers.append(layer)
-        return torch.empty_like(q).transpose(1, 2)
-
-
 def attend(
     module: Any, query, key, value, attention_mask, *, context, scaling, **options
 ) -> tuple[torch.Tensor, None]:
     """Attend through the forward's `context`: a function of transformers' attention interface."""
-    if unsupported := [
-        name
-        for name in ("softcap", "sliding_window", "s_aux", "position_bias")
-        if options.get(name)
-    ]:
+    unsupported = [
+        name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None
+    ]
+    if unsupported:
         raise ValueError(
             f"{type(module).__name__} attends with {', '.join(unsupported)}, which is not supported"
         )
-    return context.attend(module.layer_idx, query, key, value, scaling), None
+    window = options.get("sliding_window")
+    return context.attend(module.layer_idx, query, key, value, scaling, window), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("context", attend)
-
-
-def _check_head(config: Any) -> None:
-    """Check that logits are the products of hidden states and output embedding.
-
-    Raises:
-        ValueError: the model scales or caps them.
-    """
-    text = config.get_text_config()
-    for key in LOGIT_KEYS:
-        for part in (text, config):
-            value = getattr(part, key, None)
-            if value not in (None, 1, 1.0):
-                raise ValueError(
-                    f"{KEYS[1]}: {config.model_type} changes its logits ({key}: {value}), which is "
-                    "not supported"
-                )
-
-
-def _check_text(text: Any, layers: int, path: str, has_mrope: bool) -> None:
-    """Check that every text layer attends through the context, in a forward of four `meta` tokens.
-
-    Raises:
-        ValueError: a layer does not, or the text model can't be run on packed rows.
-    """
-    other_kinds = set(getattr(text.config, "layer_types", None) or ()) - {"full_attention"}
-    if other_kinds:
-        raise ValueError(
-            f"{KEYS[1]}: {path} has layers of {', '.join(sorted(other_kinds))}; only "
-            "full_attention is supported"
-        )
-    context, old_implementation = _RecordingContext(), text.config._attn_implementation
-    try:
-        text.config._attn_implementation = "context"
-        # On `meta`, PyTorch's grouped products of experts are there in this dtype alone.
-        text.to(torch.bfloat16)
-        embeddings = text.get_input_embeddings()(
-            torch.zeros(1, 4, dtype=torch.int64, device="meta")
-        )
-        positions = torch.zeros(4, 1, 4, dtype=torch.int64, device="meta")
-        forward = text_forward if has_mrope else plain_positions
-        forward(text, embeddings, positions, None, (), context=context)
-    except Exception as error:  # unknown code of an unknown family may raise anything
-        raise ValueError(
-            f"{KEYS[1]}: {path} ({type(text).__name__}) can't be run on packed rows: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    finally:
-        text.config._attn_implementation = old_implementation
-    if context.layers != list(range(layers)):
-        raise ValueError(
-            f"{KEYS[1]}: of the {layers} layers of {path} only {context.layers} attend through "
-            "transformers' attention interface"
-        )
-
-
-def _check_positions(parent: Any, config: Any) -> None:
-    """Compare our positions with the model's own, for a text with two images.
-
-    Raises:
-        ValueError: they differ, or the model has no M-RoPE positions.
-    """
-    merge_size, image_id = config.vision_config.spatial_merge_size, config.image_token_id
-    # Two images of different shapes, text around them: an error in either's offset shows.
-    grids = np.array([[1, 2 * merge_size, 3 * merge_size], [1, 3 * merge_size, merge_size]])
-    start = (
-        getattr(config, "vision_start_token_id", None)
-        or getattr(config, "image_start_token_id", None)
-        or 1
-    )
-    ids = np.array([2, start, *[image_id] * 6, 3, 4, start, *[image_id] * 3, 5])
-    row = torch.from_numpy(ids)[None]
-    try:
-        model_positions, _ = parent.get_rope_index(
-            row, mm_token_type_ids=(row == image_id).int(), image_grid_thw=torch.from_numpy(grids)
-        )
-    except Exception as error:  # unknown code again; most often the method is missing
-        raise ValueError(
-            f"{KEYS[0]}: {type(parent).__name__} has no M-RoPE positions: {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    positions = mrope_positions(ids, grids, ImageTokens(image_id, merge_size))
-    if not np.array_equal(model_positions[:, 0].numpy(), positions[1:]):
-        raise ValueError(
-            f"{KEYS[0]}: {type(parent).__name__} gives image tokens other positions than M-RoPE's"
-        )
 
 
 class AnyImages(QwenImages):

@@ -109,7 +109,13 @@ class ContextAttention:
         self.ranks = ranks
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         heads, kv_heads, size = q.shape[1], k.shape[1], self.ranks.size
         kv_heads_needed = torch.tensor(_kv_heads_by_rank(heads, kv_heads, size), device=k.device)
@@ -119,7 +125,7 @@ class ContextAttention:
         qkv = self.ranks.to_heads(torch.cat([x.unflatten(1, (size, -1)) for x in (q, k, v)], 2))
         counts = [x.shape[1] // size for x in (q, k, v)]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv.split(counts, 1))
-        out = self.row.attend(layer, q, k, v, scaling)[0]
+        out = self.row.attend(layer, q, k, v, scaling, window)[0]
         return self.ranks.to_tokens(out).flatten(1, 2).unsqueeze(0)
 
     def mix(

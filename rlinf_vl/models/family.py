@@ -143,6 +143,8 @@ class Family:
     blank_tokens: int = 1
     #: vision config or preprocessor_config.json → side in pixels of the square of an image token
     token_side: Callable[[Mapping[str, Any]], int] = images.token_side
+    #: Whether the tokens of a run of image placeholders see each other.
+    images_see_themselves: bool = False
     #: config → number of tensors in `VisionFeatures`
     feature_layers: Callable[[Any], int] = shapes.feature_layers
     #: (config, whether the tower is trained) → relative costs, from which batches are planned
@@ -193,9 +195,12 @@ class Family:
 
     def sglang_refusals(self, config: Mapping[str, Any], on_cpu: bool) -> list[str]:
         """Return the reasons of `engine_limits` as sentences, each with a remedy."""
+        reasons = list(self.engine_limits(config, on_cpu))
+        if shapes.has_windows(config):
+            reasons.append("it leaves out the sliding windows of its layers")
         return [
             f"SGLang can't run this {self.model_type}: {reason}; set rollout.rollout_backend=torch"
-            for reason in self.engine_limits(config, on_cpu)
+            for reason in reasons
         ]
 
 

@@ -75,6 +75,23 @@ class ImageTokens:
         )
 
 
+def runs_of_images(is_placeholder: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return the runs of image placeholders within segments.
+
+    Args:
+        is_placeholder: bool [T].
+        bounds: int [S + 1], segment boundaries, 0 … T.
+
+    Returns:
+        int64 [n, 2]: the first placeholder of each run, and the token behind its last.
+    """
+    is_first = is_placeholder & ~np.append(False, is_placeholder[:-1])
+    is_last = is_placeholder & ~np.append(is_placeholder[1:], False)
+    inner = bounds[(bounds > 0) & (bounds < len(is_placeholder))]
+    is_first[inner], is_last[inner - 1] = is_placeholder[inner], is_placeholder[inner - 1]
+    return np.stack([np.flatnonzero(is_first), np.flatnonzero(is_last) + 1], axis=1)
+
+
 def image_token_id(config: Any) -> int:
     """Return the id of an image's placeholders, whose key has two names in configs.
 

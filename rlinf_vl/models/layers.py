@@ -61,7 +61,8 @@ def attention_forward(self: Any, hidden_states, position_embeddings, *, context,
     q, k, v = (
         x.transpose(1, 2) for x in (kernels.rotate(q, cos, sin), kernels.rotate(k, cos, sin), v)
     )
-    out = context.attend(self.layer_idx, q, k, v, self.scaling)
+    window = getattr(self, "sliding_window", None)
+    out = context.attend(self.layer_idx, q, k, v, self.scaling, window)
     (out,) = kernels.projections(out.reshape(*hidden_states.shape[:-1], -1), self.o_proj)
     return out, None
 

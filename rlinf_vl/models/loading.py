@@ -217,16 +217,8 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
     """Make a transformers model attend through an `AttentionContext`, and return it.
 
     It then computes by the forwards in `family.layers`. Modules and weights stay as they are.
-
-    Raises:
-        ValueError: some layers attend within a window, which packed attention does not support.
     """
     text_config: Any = model.get_submodule(family.text_model).config
-    if windows := getattr(text_config, "layer_types", []).count("sliding_attention"):
-        raise ValueError(
-            f"{windows} layers of this {family.model_type} attend within a sliding window, which "
-            "is not supported"
-        )
     # transformers makes no [T, T] mask for an implementation that it does not know.
     text_config._attn_implementation = "context"
     layers = family.layers()

@@ -202,7 +202,11 @@ class PolicyModel(nn.Module):
             features = features.select(image_features)
         weight = output_weight(self.model)
         context: AttentionContext = SegmentAttention(
-            batch.cu_seqlens, batch.prefix, device=device, dtype=weight.dtype
+            batch.cu_seqlens,
+            batch.prefix,
+            device=device,
+            dtype=weight.dtype,
+            image_runs=batch.image_runs if self.family.images_see_themselves else None,
         )
         if self.context_ranks is not None:
             context = ContextAttention(context, self.context_ranks)

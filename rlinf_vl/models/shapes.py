@@ -23,7 +23,7 @@ class DecodeState:
     These are keys and values per token in some layers, and tensors of fixed size per row in others.
     """
 
-    kv_layers: tuple[int, ...]  # numbers of the layers that attend to all earlier tokens
+    kv_layers: tuple[int, ...]  # numbers of the layers that attend to earlier tokens
     kv_heads: int
     head_dim: int
     #: Number of a recurrent layer → shapes of its state for each row, in float32.
@@ -148,6 +148,13 @@ def decode_state(config: Any) -> DecodeState:
         )
     attending = tuple(i for i in range(text.num_hidden_layers) if i not in recurrent)
     return DecodeState(attending, text.num_key_value_heads, head_dim(text), row_shapes)
+
+
+def has_windows(config: Mapping[str, Any]) -> bool:
+    """Return whether layers attend within a sliding window, by the content of a config.json."""
+    text = config.get("text_config") or config
+    kinds = text.get("layer_types") or ["sliding_attention"] * bool(text.get("use_sliding_window"))
+    return "sliding_attention" in kinds
 
 
 def linear_layers(text: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from itertools import groupby
 import numpy as np
 
 from rlinf_vl.models.family import Family
-from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.image_tokens import ImageTokens, runs_of_images
 from rlinf_vl.packing.parts import row_part
 from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch, TokenSequence, Trajectory
 
@@ -99,6 +99,7 @@ class Collator:
         logprobs = [
             p.sequence.logprobs[t] for _, p, t in sampled if p.sequence.logprobs is not None
         ]
+        bounds = np.cumsum([0, *(end - start for _, start, end in row.segments)])
         features = np.concatenate([p.features[start:end] for p, start, end in row.segments])
         owners = np.repeat(
             np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled]
@@ -123,7 +124,7 @@ class Collator:
             positions=np.concatenate(
                 [p.positions[:, start:end] for p, start, end in row.segments], axis=1
             ),
-            cu_seqlens=np.cumsum([0, *(end - start for _, start, end in row.segments)]),
+            cu_seqlens=bounds,
             prefix=np.asarray(row.prefix),
             copies=np.asarray(row.copies),
             row_columns=_columns([(p.sequence, slice(a, b)) for p, a, b in row.segments]),
@@ -143,6 +144,7 @@ class Collator:
             grids=grids,
             image_positions=np.flatnonzero(features >= 0),
             image_features=features[features >= 0],
+            image_runs=runs_of_images(features >= 0, bounds),
             corrupted=corrupted[owners] if corrupted.any() else None,
             run_vision=run_vision,
         )

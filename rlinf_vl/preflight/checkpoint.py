@@ -191,15 +191,6 @@ def _family(
     # transformers reports what is wrong with a config.json of another form.
     with suppress(AttributeError, TypeError):
         text = (shape or {}).get("text_config") or shape or {}
-        windows = text.get("layer_types") or ["sliding_attention"] * bool(
-            text.get("use_sliding_window")
-        )
-        if "sliding_attention" in windows:
-            yield (
-                f"rollout.model.model_path: the config.json in {config.rollout.model.model_path} "
-                "has layers that attend within a sliding window, which is not supported; set "
-                "use_sliding_window to false in it if the model was trained without"
-            )
         yield from _mixture(config, checkpoint_text, family, text)
         ranks = max(1, config.actor.context_parallel_size)
         for name in ("num_attention_heads", "linear_num_value_heads"):

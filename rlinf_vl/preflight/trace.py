@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rlinf_vl.models import attention
 from rlinf_vl.models.family import Family, VisionFeatures
+from rlinf_vl.models.image_tokens import runs_of_images
 from rlinf_vl.models.kernels.attention import Varlen
 from rlinf_vl.models.loading import output_weight
 from rlinf_vl.models.logprobs import CHUNK_BYTES
@@ -257,4 +258,5 @@ def _row(tokens: int, longest: int, images: np.ndarray) -> MicroBatch:
         grids=np.zeros((0, 3), np.int64),
         image_positions=images,
         image_features=np.arange(len(images)),
+        image_runs=runs_of_images(np.isin(indices, images), np.append(starts, tokens)),
     )

@@ -44,6 +44,9 @@ class MicroBatch:
     grids: np.ndarray  # int64 [n, 3], (t, h, w) of those images
     image_positions: np.ndarray  # int64 [N], row positions of image placeholders
     image_features: np.ndarray  # int64 [N], index of the image feature at each placeholder
+    #: int64 [n, 2], runs of image placeholders in the whole row: the first, and the token behind
+    #: the last. In some models the tokens of a run see each other.
+    image_runs: np.ndarray
     #: bool [R], whether the token was sampled on a corrupted image; its rollout logprob is then of
     #: that image. None if no token was.
     corrupted: np.ndarray | None = None

@@ -51,6 +51,8 @@ class DecodeCache:
         self._width = 0
         self._slot = self.group  # [S]: place of each row in the flattened grid
         self._dense = True  # every place of the grid is a row's
+        # By window: the masks of prompts and continuations in this step.
+        self._window_masks: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def append(
         self,
@@ -148,18 +150,32 @@ class DecodeCache:
 
     def begin_step(self) -> None:
         """Make room for one more token per row; call before each decoding forward."""
+        self._window_masks.clear()
         self.continuations.begin_step()
         self.prompts.update_device_table()
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Store the newest tokens, k and v [S, H_kv, 1, D], and attend with their q [S, H, 1, D] →
         [S, 1, H, D]."""
         rows, heads, _, dim = q.shape
         q = q.reshape(rows, k.shape[1], -1, dim)
-        over_continuations = self.continuations.attend(layer, q, k[:, :, 0], v[:, :, 0], scaling)
-        out = merge_and_normalise(over_continuations, self._over_prompts(layer, q, scaling))
+        over_prompts, over_sampled = None, None
+        if window is not None:
+            over_prompts, over_sampled = self._masks(window, q.shape[2])
+        over_continuations = self.continuations.attend(
+            layer, q, k[:, :, 0], v[:, :, 0], scaling, over_sampled
+        )
+        out = merge_and_normalise(
+            over_continuations, self._over_prompts(layer, q, scaling, over_prompts)
+        )
         return out.to(v.dtype).reshape(rows, 1, heads, dim)
 
     def mix(
@@ -169,7 +185,31 @@ class DecodeCache:
         Hv, dv]."""
         return delta_step(qkv[:, 0], g[:, 0], beta[:, 0], mixer, *self.states[layer]).unsqueeze(1)
 
-    def _over_prompts(self, layer: int, q: torch.Tensor, scaling: float) -> Partial:
+    def _masks(self, window: int, repeat: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the masks of prompts and continuations in layers with this window.
+
+        None stands for no mask: the window of every row has all of them.
+        """
+        if window not in self._window_masks:
+            sampled = torch.from_numpy(self.continuations.lengths).to(self.device)
+            prompt = torch.from_numpy(self.prompts.lengths).to(self.device)[self.group]
+            # The newest token is the last of those that it sees; the first is at most `window - 1`
+            # before it.
+            first = prompt + sampled - window
+            grid = first.new_zeros(len(self.prompts.lengths) * self._width)
+            grid[self._slot] = first
+            by_query = grid.view(-1, self._width).repeat_interleave(repeat, dim=1)
+            self._window_masks[window] = (
+                self.prompts.window_mask(by_query) if (first > 0).any() else None,
+                self.continuations.window_mask((first - prompt)[:, None])
+                if (first > prompt).any()
+                else None,
+            )
+        return self._window_masks[window]
+
+    def _over_prompts(
+        self, layer: int, q: torch.Tensor, scaling: float, mask: torch.Tensor | None
+    ) -> Partial:
         """Attend with q [S, H_kv, repeat, D] to each row's prompt.
 
         The rows of a prompt are one batch of queries, so that its keys are read once for all of
@@ -182,6 +222,6 @@ class DecodeCache:
             grid = q.new_zeros(n * self._width, *q.shape[1:])
             grid[self._slot] = q
         batch = grid.reshape(n, self._width, kv_heads, repeat, dim).transpose(1, 2).flatten(2, 3)
-        parts = self.prompts.attend_stored(layer, batch, scaling)
+        parts = self.prompts.attend_stored(layer, batch, scaling, mask)
         flat = (x.unflatten(2, (self._width, repeat)).transpose(1, 2).flatten(0, 1) for x in parts)
         return Partial(*(x if self._dense else x[self._slot] for x in flat))

@@ -163,22 +163,45 @@ class Pages:
             self._upload_table()
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        mask: torch.Tensor | None = None,
     ) -> Partial:
         """Store the newest token of each row, k and v [S, H_kv, D], and attend with q [S, H_kv,
-        repeat, D] to all tokens of its row."""
+        repeat, D] to all tokens of its row, or to those of a `window_mask`."""
         layer_index = self._layer_index[layer]
         self._keys[layer_index][self._last, :, :, self._offset] = k
         self._values[layer_index][self._last, :, self._offset] = v
-        return self.attend_stored(layer, q, scaling)
+        return self.attend_stored(layer, q, scaling, mask)
 
-    def attend_stored(self, layer: int, q: torch.Tensor, scaling: float) -> Partial:
-        """Attend with q [S, H_kv, Q, D] to the stored tokens of each row."""
+    def window_mask(self, first: torch.Tensor) -> torch.Tensor:
+        """Return a mask for queries that see no tokens of their row before a first one.
+
+        `first` int64 [S, Q] is the number of that token for each query of each row. The mask is
+        valid until a token or a row is added.
+        """
+        slots = self._start[:, None] + torch.arange(self._width, device=self._device)
+        is_before = slots[:, None] < first[self._owner][:, :, None]
+        return self._mask.masked_fill(is_before.unsqueeze(1), -torch.inf)
+
+    def attend_stored(
+        self, layer: int, q: torch.Tensor, scaling: float, mask: torch.Tensor | None = None
+    ) -> Partial:
+        """Attend with q [S, H_kv, Q, D] to the stored tokens of each row, or to those of a
+        `window_mask`."""
         layer_index = self._layer_index[layer]
         keys = self._keys[layer_index, : self._used, :, :, : self._width].transpose(-1, -2)
         values = self._values[layer_index, : self._used, :, : self._width]
         of_pages = partial(
-            q if self._one_page_each else q[self._owner], keys, values, self._mask, scaling
+            q if self._one_page_each else q[self._owner],
+            keys,
+            values,
+            self._mask if mask is None else mask,
+            scaling,
         )
         if self._one_page_each:
             return of_pages

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rlinf_vl.engines.torch.prefix_cache import CachedPrefix
-from rlinf_vl.models.attention import merge
+from rlinf_vl.models.attention import Layout, Part, image_part, token_index
 from rlinf_vl.models.family import Family, VisionFeatures
-from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.image_tokens import ImageTokens, runs_of_images
 from rlinf_vl.models.kernels.attention import kernel_for
 from rlinf_vl.models.kernels.delta import Mixer, delta_rule
 from rlinf_vl.models.kernels.delta_layout import DeltaLayout
@@ -55,8 +55,15 @@ def prefill(
         None if features is None else on_device(np.flatnonzero(ids == image_tokens.id), device)
     )
     lengths = [len(r.ids) - n for r, n in zip(requests, starts, strict=True)]
+    runs = None
+    if family.images_see_themselves:
+        for request, n in zip(requests, starts, strict=True):
+            assert not n or (request.ids[n - 1 : n + 1] != image_tokens.id).any(), (
+                "a cached prefix ends within an image"
+            )
+        runs = runs_of_images(ids == image_tokens.id, np.cumsum([0, *lengths]))
     context = PrefillAttention(
-        family.decode_state(model.config), prefixes, lengths, model.dtype, device
+        family.decode_state(model.config), prefixes, lengths, model.dtype, device, runs
     )
     new_positions = np.concatenate(
         [p[:, n:] for p, n in zip(positions, starts, strict=True)], axis=1
@@ -94,9 +101,10 @@ class PrefillAttention:
         lengths: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
+        image_runs: np.ndarray | None = None,
     ) -> None:
         """Sequence i has `prefixes[i]` before its `lengths[i]` new tokens; sequences without a
-        prefix come first."""
+        prefix come first. `image_runs`: as in `SegmentAttention`, of the new tokens."""
         n_without_prefix = prefixes.count(None)
         self._cached_lengths = [0 if prefix is None else len(prefix.ids) for prefix in prefixes]
         self.lengths = list(lengths)
@@ -113,22 +121,29 @@ class PrefillAttention:
             state.head_dim,
         )
         self.tokens = torch.empty(shape, dtype=dtype, device=device)
-        make_kernel = kernel_for(device, dtype)
-        cu_seqlens = np.cumsum([0, *lengths])
-        self._over_new = make_kernel(cu_seqlens, cu_seqlens, True, device)
+        self._kernel = kernel_for(device, dtype)
+        self._bounds = cu_seqlens = np.cumsum([0, *lengths])
+        over_new = self._kernel(cu_seqlens, cu_seqlens, True, device)
+        self._image_part: list[Part] = []
+        if image_runs is not None:
+            self._image_part = image_part(image_runs, self._kernel, device, self._n_cached)
+        # By window; the keys of all are the cached ones, then the new ones.
+        self._layouts: dict[int | None, Layout] = {}
         self._delta = DeltaLayout(cu_seqlens, device=device) if state.row_shapes else None
         self.states: dict[int, list[torch.Tensor]] = {}
         self._initial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._continued = slice(int(cu_seqlens[n_without_prefix]), int(cu_seqlens[-1]))
+        further = list(self._image_part)
         if self._n_cached:
             token_parts = [
                 part for prefix in prefixes if prefix is not None for part in prefix.parts
             ]
             self.tokens[:, :, : self._n_cached] = torch.cat(token_parts, dim=2)
             cu_q = cu_seqlens[n_without_prefix:] - cu_seqlens[n_without_prefix]
-            self._over_cached = make_kernel(
+            over_cached = self._kernel(
                 cu_q, np.cumsum([0, *self._cached_lengths[n_without_prefix:]]), False, device
             )
+            continued = slice(int(cu_seqlens[n_without_prefix]), int(cu_seqlens[-1]))
+            further.append(Part(continued, slice(0, self._n_cached), over_cached))
             states = zip(*(prefix.states for prefix in prefixes if prefix is not None), strict=True)
             stacked = [torch.stack(x) for x in states]
             # Sequences without a prefix, which come first, start from zeros.
@@ -137,21 +152,38 @@ class PrefillAttention:
             pairs = zip(padded[::2], padded[1::2], strict=True)
             self._initial = dict(zip(state.row_shapes, pairs, strict=True))
 
+        self._layouts[None] = Layout(slice(self._n_cached, None), over_new, further)
+
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
         keys, values = self.tokens[self._number[layer]]
         keys[self._n_cached :], values[self._n_cached :] = k_THD, v_THD
-        out, lse = self._over_new.forward(q_THD, k_THD, v_THD, scaling)
-        if self._n_cached:
-            rows = self._continued
-            cached_keys, cached_values = keys[: self._n_cached], values[: self._n_cached]
-            out_cached, lse_cached = self._over_cached.forward(
-                q_THD[rows], cached_keys, cached_values, scaling
-            )
-            merge(out, lse, rows, out_cached, lse_cached)
+        out, _ = self._layout(window).forward(q_THD, keys, values, scaling)
         return out.unsqueeze(0)
+
+    def _layout(self, window: int | None) -> Layout:
+        """Return the layout of layers with this window."""
+        cached, new = np.array(self._cached_lengths), np.array(self.lengths)
+        if window is None or window >= (cached + new).max():
+            return self._layouts[None]
+        if window not in self._layouts:
+            seen = np.minimum(cached, window - 1)
+            # Of each sequence the end of its cached tokens, then its new tokens.
+            starts = np.stack([np.cumsum(cached) - seen, self._n_cached + self._bounds[:-1]], 1)
+            keys = token_index(starts.ravel(), np.stack([seen, new], 1).ravel(), self.tokens.device)
+            kernel = self._kernel(
+                self._bounds, np.cumsum([0, *(seen + new)]), True, self.tokens.device, window
+            )
+            self._layouts[window] = Layout(keys, kernel, self._image_part)
+        return self._layouts[window]
 
     def mix(
         self, layer: int, mixer: Mixer, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor

@@ -35,7 +35,8 @@ def partial(
         scores = product(q, k.transpose(-1, -2)).mul_(scaling)
     if mask is not None:
         scores = scores.add_(mask)
-    top = scores.amax(-1, keepdim=True)
+    # Of no key that counts: a number, so that the weights are 0 and not NaN.
+    top = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
     weights = (scores - top).exp_()
     return Partial(product(weights.to(v.dtype), v), weights.sum(-1, keepdim=True), top)
 

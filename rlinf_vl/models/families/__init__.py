@@ -15,7 +15,7 @@ from rlinf_vl.user_code import is_code, load_code
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from rlinf_vl.models.by_path import Paths
+    from rlinf_vl.models.model_parts import Paths
 
 FAMILIES: dict[str, Family] = {
     module.name: import_module(f"{__name__}.{module.name}").FAMILY
@@ -71,7 +71,8 @@ def family_at(
     Raises:
         ValueError: see `parts_of` and `family_by_path`; or the table has others at these paths.
     """
-    from rlinf_vl.models.by_path import KEYS, family_by_path, parts_of
+    from rlinf_vl.models.by_path import family_by_path
+    from rlinf_vl.models.model_parts import KEYS, parts_of
 
     family = FAMILIES.get(config.model_type)
     if family is None:

@@ -27,6 +27,7 @@ def batch_of(
         advantages=np.array(advantages, np.float32), rollout_logprobs=None, versions=np.zeros(n, np.int32), columns={},
         images=(), pixel_values=None,
         grids=np.zeros((0, 3), np.int64), image_positions=none, image_features=none,
+        image_runs=np.zeros((0, 2), np.int64),
     )  # fmt: skip
 
 

@@ -187,7 +187,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["actor.model.vlm.vision_encoder_attr=model.visul", "actor.model.vlm.language_model_attr=model.language_model"],
         ["actor.model.vlm.vision_encoder_attr: 'model.visul'", "no module 'visul'; it has visual, language_model"],
     ),
-    (["rollout.model.model_path=FILES/windows"], ["the config.json in FILES/windows has layers", "sliding window"]),
+    (
+        ["rollout.model.model_path=FILES/windows", "rollout.rollout_backend=sglang"],
+        ["SGLang can't run this qwen2_5_vl: it leaves out the sliding windows of its layers", "rollout_backend=torch"],
+    ),
     (
         ["rollout.model.model_path=FILES/experts", "rollout.model.precision=bf16"],
         ["rollout.model.precision: bf16, but the checkpoint at FILES/experts", "moe_intermediate_size 12", "of 8; set it fp32"],

@@ -41,10 +41,20 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-def mask_of(lengths, prefix):
-    """bool [T, T]: who sees whom."""
+def mask_of(lengths, prefix, window=None, image_runs=()):
+    """bool [T, T]: who sees whom, as transformers' masks have it for each path."""
     segment = np.repeat(np.arange(len(lengths)), lengths)
+    before = np.zeros(len(lengths), int)  # tokens of the path before each segment
+    for s, parent in enumerate(prefix):
+        before[s] = before[parent] + lengths[parent] if parent >= 0 else 0
+    place = np.concatenate([before[s] + np.arange(n) for s, n in enumerate(lengths)])
+    image = np.full(len(segment), -1)
+    for number, (start, end) in enumerate(image_runs):
+        image[start:end] = number
     causal = np.tril(np.ones((len(segment), len(segment)), bool))
+    causal |= (image[:, None] == image[None, :]) & (image[:, None] >= 0)
+    if window is not None:
+        causal &= place[None, :] > place[:, None] - window
     ancestors = np.eye(len(lengths), dtype=bool)
     for s, parent in enumerate(prefix):
         if parent >= 0:
@@ -96,6 +106,95 @@ def test_equals_masked_attention(row, kernel, kv_heads):
         *(torch.autograd.grad(out, (q, k, v), grad) for out in (ours, expected)), strict=True
     ):
         torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
+
+
+def runs_of(lengths, prefix, rng):
+    """int64 [n, 2]: images of random places and sizes, each within a segment."""
+    bounds = np.cumsum([0, *lengths])
+    runs = []
+    for segment, n in enumerate(lengths):
+        cuts = np.sort(rng.choice(n + 1, 2 * (n // 4), replace=False)) if n >= 4 else []
+        inner = [(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if a > 0]
+        runs += [(bounds[segment] + a, bounds[segment] + b) for a, b in inner]
+    return np.array(runs, np.int64).reshape(-1, 2)
+
+
+def assert_equals_masked(lengths, prefix, kernel, window, runs, kv_heads=2):
+    q, k, v = inputs(sum(lengths), 4, kv_heads)
+    plan = SegmentAttention(
+        np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel, image_runs=runs
+    )
+    mask = mask_of(lengths, prefix, window, () if runs is None else runs)
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    ours = plan.attend(0, q, k, v, SCALE, window).transpose(1, 2)
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
+    grad = torch.randn_like(expected)
+    for a, b in zip(
+        *(torch.autograd.grad(out, (q, k, v), grad) for out in (ours, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 7, 11, 100])
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("kernel", HERE, indirect=True)
+def test_a_window_reaches_into_prefixes(row, kernel, window):
+    assert_equals_masked(*ROWS[row], kernel, window, None)
+
+
+@pytest.mark.parametrize("kernel", HERE, indirect=True)
+@pytest.mark.parametrize("window", [None, 3, 6, 20])
+def test_images_in_random_trees(kernel, window):
+    """Tokens of an image see each other, in layers with a window, too."""
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        lengths, prefix = random_tree(rng)
+        if sum(lengths):
+            runs = runs_of(lengths, prefix, rng)
+            assert_equals_masked(lengths, prefix, kernel, window, runs, (1, 2, 4)[seed % 3])
+
+
+@pytest.mark.parametrize("window", [40, 300, 700])
+def test_long_segments_are_computed_in_pieces(window):
+    """Of more queries than a call has within a window."""
+    lengths, prefix = [600, 310, 20, 25], [-1, 0, 0, 0]
+    assert_equals_masked(lengths, prefix, None, window, np.array([[10, 400], [620, 622]]))
+
+
+@pytest.mark.parametrize("kernel", HALF, indirect=True)
+def test_windows_and_images_in_bfloat16(kernel):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        lengths, prefix = random_tree(rng)
+        if not sum(lengths):
+            continue
+        runs = runs_of(lengths, prefix, rng)
+        q, k, v = inputs(sum(lengths), 4, 2, dtype=torch.bfloat16)
+        exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        mask = mask_of(lengths, prefix, 5, runs)
+        expected = scaled_dot_product_attention(
+            *exact, attn_mask=mask, scale=SCALE, enable_gqa=True
+        )
+        plan = SegmentAttention(
+            np.cumsum([0, *lengths]),
+            np.array(prefix),
+            dtype=torch.bfloat16,
+            kernel=kernel,
+            image_runs=runs,
+        )
+        ours = plan.attend(0, q, k, v, SCALE, 5).transpose(1, 2).float()
+        grad = torch.randn_like(expected)
+        grads = torch.autograd.grad(ours, (q, k, v), grad)
+        for a, b in zip(
+            [ours, *grads], [expected, *torch.autograd.grad(expected, exact, grad)], strict=True
+        ):
+            assert (a.float() - b).norm() <= 0.02 * b.norm() + 1e-3, seed
+
+
+@pytest.mark.parametrize("runs", [[[2, 7]], [[3, 5], [5, 6]]])
+def test_an_image_lies_in_one_segment(runs):
+    with pytest.raises(AssertionError, match="an image"):
+        SegmentAttention(np.array([0, 5, 9]), np.array([-1, 0]), image_runs=np.array(runs))
 
 
 @pytest.mark.parametrize("kernel", HERE, indirect=True)
@@ -195,7 +294,7 @@ def test_segments_must_lie_in_depth_first_order(prefix):
 def test_a_kernel_that_serves_many_sequences_is_called_once_a_level(kernel):
     lengths, prefix = ROWS["trees of other depths"]
     plan = SegmentAttention(np.cumsum([0, *lengths]), np.array(prefix), kernel=kernel)
-    assert len(plan.shared) == (3 if KERNELS[kernel][0].batches_sequences else 6)
+    assert len(plan.full.further) == (3 if KERNELS[kernel][0].batches_sequences else 6)
 
 
 def random_tree(rng):

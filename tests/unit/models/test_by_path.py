@@ -209,8 +209,8 @@ def test_paths_of_a_known_family_must_be_its_own():
             ("model.vision_tower", PATHS[1]), "encodes images by pixel_values, image_sizes; only patches with their grids",
         ),
         (
-            partial(config_of, "qwen2_vl", use_sliding_window=True, sliding_window=8, max_window_layers=0), PATHS,
-            "has layers of sliding_attention; only full_attention",
+            partial(config_of, "qwen2_vl", layer_types=["full_attention", "chunked_attention"]), PATHS,
+            "has layers of chunked_attention; only full_attention and sliding_attention",
         ),
     ],
 )  # fmt: skip
