@@ -19,8 +19,8 @@ HEAD = """\
 # Model families
 
 Qwen3-VL, Qwen3-VL mixtures of experts, Qwen3.5, Qwen2.5-VL and, text alone, Qwen3 have layers of this project's own and run on
-both engines: each is one file in [`rlinf_vl/models/families/`](../rlinf_vl/models/families/__init__.py). InternVL, LLaVA,
-GLM-4.1V and more take [the general path](#the-general-path). `rollout.model.model_type: auto` reads the family off the
+both engines: each is one file in [`rlinf_vl/models/families/`](../rlinf_vl/models/families/__init__.py). InternVL, Gemma 3,
+LLaVA, GLM-4.1V and more take [the general path](#the-general-path). `rollout.model.model_type: auto` reads the family off the
 checkpoint, and fine-tunes of a supported model are taken as they are.
 
 ## The general path
@@ -34,14 +34,15 @@ A model without a file is computed by transformers' modules, with the packed row
 context parallel, exports and the torch engine of all others. Nothing is named: transformers says which modules are its
 vision tower and its text model (where it can't, `actor.model.vlm` [does](extending-engines.md#a-model-family)). It takes
 
-- text models whose layers all attend to every earlier token through transformers' attention interface (Llama, Qwen2, Qwen3,
-  GLM), with positions that are counted or M-RoPE's;
-- images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA, InternVL and SmolVLM have
-  them. Tiles and the tokens around and between them are those of the checkpoint's own processor, and `data.image_min_pixels`
+- text models whose layers attend through transformers' attention interface (Llama, Qwen2, Qwen3, GLM, Gemma 3), to every earlier
+  token or to those within a sliding window, with positions that are counted or M-RoPE's. The tokens of an image may see each
+  other, as in Gemma 3;
+- images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA, InternVL, SmolVLM and Gemma 3
+  have them. Tiles and the tokens around and between them are those of the checkpoint's own processor, and `data.image_min_pixels`
   and `…max_pixels` stay unset.
 
-The rest is **refused** at the start, with what is missing: sliding windows (Gemma 3, Cohere2), tokens that attend to later ones
-(Gemma 3, PaliGemma), images whose padding or order of rows the model must know (LLaVA-NeXT, LLaVA-OneVision, Mistral 3), cross
+The rest is **refused** at the start, with what is missing: scaled logits (Cohere2), prompts whose tokens attend to later ones
+(PaliGemma), images whose padding or order of rows the model must know (LLaVA-NeXT, LLaVA-OneVision, Mistral 3), cross
 attention (Llama 3.2 Vision). It runs on the torch engine: SGLang has names of its own for weights. Dropout, which some towers
 have, is off.
 

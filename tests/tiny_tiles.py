@@ -1,6 +1,7 @@
 """Tiny checkpoints in the format of the hub whose images are tiles, each with a tokenizer and a processor of its own."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ INTERNVL_MARKS = {
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
+}
+GEMMA3_MARKS = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
 }
 IDEFICS3_MARKS = [
     "<fake_token_around_image>",
@@ -104,8 +110,49 @@ def write_idefics3(folder: Path, seed: int = 0) -> Path:
     return _write_model(folder, config, seed)
 
 
-def _write_tokenizer(folder: Path, marks: list[str], placeholder: str) -> Any:
-    """Write the toy's tokenizer with these marks, and return it."""
+def write_gemma3(folder: Path, seed: int = 0) -> Path:
+    """Write a Gemma 3, whose processor writes line breaks and marks around an image, and return its folder.
+
+    Its layers slide, and its tokenizer joins line breaks.
+    """
+    tokenizer = _write_tokenizer(
+        folder, list(GEMMA3_MARKS.values()), "<start_of_image>", ["\n\n", "\n\n\n"]
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | GEMMA3_MARKS))
+    images = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": TILE, "width": TILE},
+    }
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": TOKENS}
+    _write_processor(folder, images, processor)
+    text = _text(tokenizer, "gemma3_text") | {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": ROPE,
+            "full_attention": ROPE | {"rope_theta": 1e6},
+        },
+    }
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=text,
+        vision_config=VISION | {"image_size": TILE, "patch_size": TILE // PATCHES},
+        mm_tokens_per_image=TOKENS,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return _write_model(folder, config, seed)
+
+
+def _write_tokenizer(
+    folder: Path, marks: list[str], placeholder: str, texts: Sequence[str] = ()
+) -> Any:
+    """Write the toy's tokenizer with these marks and tokens of plain text, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write_toy_files(folder)
     (folder / "video_preprocessor_config.json").unlink()
@@ -113,6 +160,7 @@ def _write_tokenizer(folder: Path, marks: list[str], placeholder: str) -> Any:
     assert isinstance(tokenizer, Qwen2Tokenizer)
     special = [*tokenizer.all_special_tokens, *marks]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(list(texts))
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", placeholder)
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -31,6 +31,10 @@ class ImageTokens:
     tokens_per_tile: int = 1
     #: Other ids of an image, around its placeholders or between them: they are never sampled.
     marks: tuple[int, ...] = ()
+    #: What a chat template writes for an image, and the text with one placeholder that takes its
+    #: place before a prompt is encoded; "" where the template writes the placeholder.
+    template_text: str = ""
+    placeholder_text: str = ""
 
     def __call__(self, grids: np.ndarray) -> np.ndarray:
         """Return int [n], the number of placeholders of each image in `grids` [n, 3]."""
@@ -39,6 +43,12 @@ class ImageTokens:
     def ids(self, grid: Grid) -> np.ndarray:
         """Return the placeholders of an image of this grid, int32 [n]."""
         return np.full(int(self(np.array([grid]))[0]), self.id, np.int32)
+
+    def with_placeholders(self, rendered: str) -> str:
+        """Return a rendered prompt with one placeholder for each image."""
+        if not self.template_text:
+            return rendered
+        return rendered.replace(self.template_text, self.placeholder_text)
 
     def expand(
         self, rendered: np.ndarray, image_ids: Sequence[np.ndarray]

@@ -1,8 +1,10 @@
 """Images cut into tiles of one size, by the checkpoint's own processor.
 
-LLaVA has one tile an image; InternVL and SmolVLM have as many as its shape asks for. A row of pixels
-is a tile, and each tile becomes the same number of tokens. The ids around an image's tokens and
-between its tiles are those that the processor writes.
+LLaVA and Gemma 3 have one tile an image; InternVL and SmolVLM have as many as its shape asks for. A
+row of pixels is a tile, and each tile becomes the same number of tokens. The ids around an image's
+tokens and between its tiles are those that the processor writes. Gemma 3's writes line breaks around
+an image, which a tokenizer may join with those of the template: there the text around an image is
+written before the prompt is encoded.
 """
 
 from functools import lru_cache
@@ -18,7 +20,7 @@ from transformers.models.auto.processing_auto import (
 )
 from transformers.processing_utils import ProcessorMixin
 
-from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.image_tokens import ImageTokens, image_token_id
 
 #: Sizes of images whose tiles and ids are kept.
 MAX_SIZES = 4096
@@ -30,7 +32,7 @@ class TileImages:
     """Tiles as transformers' combined processor of a checkpoint cuts them.
 
     Attributes:
-        placeholder: the text of a placeholder.
+        placeholder: the text that a template writes for an image.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class TileImages:
         self._processor = images_processor(path)
         self._tokenizer = self._processor.tokenizer
         self.placeholder: str = self._processor.image_token
-        self._id: int = self._tokenizer.convert_tokens_to_ids(self.placeholder)
+        # The config's id, if the template's text is another token.
+        self._id = image_token_id(AutoConfig.from_pretrained(path))
         rows, ids = self._process(Image.new("RGB", (64, 64)))
         self._tokens_per_tile, remainder = divmod(int((ids == self._id).sum()), len(rows))
         if remainder or not self._tokens_per_tile:
@@ -61,15 +64,23 @@ class TileImages:
             )
         # A large image has every mark, such as those of rows and columns.
         many_ids = self._process(Image.new("RGB", (LARGE, LARGE)))[1]
-        special = set(self._tokenizer.get_added_vocab().values()) - {self._id}
+        # White space may be an added token, too, and is sampled.
+        added = self._tokenizer.get_added_vocab().items()
+        special = {i for text, i in added if text.strip()} - {self._id}
         self._marks = tuple(sorted(special & {*ids.tolist(), *many_ids.tolist()}))
+        self._texts = "", ""
+        if self._tokenizer.convert_tokens_to_ids(self.placeholder) != self._id:
+            first = int(np.flatnonzero(ids == self._id)[0])
+            once = ids[(ids != self._id) | (np.arange(len(ids)) == first)]
+            self._texts = self.placeholder, self._tokenizer.decode(once)
 
     @lru_cache(MAX_SIZES)  # noqa: B019  # one processor in a process
     def _facts(self, height: int, width: int) -> tuple[int, np.ndarray]:
         """Return (tiles, ids) of an image of this many pixels.
 
         Raises:
-            ValueError: its tiles have other numbers of tokens than those of other images.
+            ValueError: its tiles have other numbers of tokens than those of other images, or text
+                between them.
         """
         rows, ids = self._process(Image.new("RGB", (width, height)))
         placeholders, expected = int((ids == self._id).sum()), len(rows) * self._tokens_per_tile
@@ -78,6 +89,11 @@ class TileImages:
                 f"an image of {width}×{height} becomes {placeholders} placeholders of {len(rows)} "
                 f"tiles, not {expected}, {self._tokens_per_tile} a tile"
             )
+        if self._texts[0] and len(rows) > 1:
+            raise ValueError(
+                f"an image of {width}×{height} becomes {len(rows)} crops with text between them, "
+                "which is not supported; set do_pan_and_scan to false in processor_config.json"
+            )
         return len(rows), ids
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
@@ -85,8 +101,9 @@ class TileImages:
         return self._facts(height, width)[0], 1, 1
 
     def ids(self, height: int, width: int, placeholder_id: int) -> np.ndarray:
-        """Return what the checkpoint's processor writes for an image, int32 [n]."""
-        return self._facts(height, width)[1]
+        """Return what takes the place of an image's placeholder in a prompt, int32 [n]."""
+        ids = self._facts(height, width)[1]
+        return ids[ids == self._id] if self._texts[0] else ids
 
     def patches(self, image: Image.Image) -> np.ndarray:
         """Return the tiles of an RGB image, float32 [tiles, 3 · height · width]."""
@@ -100,13 +117,15 @@ class TileImages:
         """
         if placeholder_id != self._id:
             raise ValueError(
-                f"the processor writes {self.placeholder!r} (id {self._id}) for an image's tokens, "
+                f"the processor writes id {self._id} for an image's tokens, "
                 f"but the config names id {placeholder_id}"
             )
         return ImageTokens(
             placeholder_id,
             tokens_per_tile=self._tokens_per_tile,
             marks=self._marks,
+            template_text=self._texts[0],
+            placeholder_text=self._texts[1],
         )
 
     def _process(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,8 @@ from rlinf_vl.prove.member import Member, member_of
 from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.user_code import CodeError, is_code
 
+#: Settings of released checkpoints, of model types whose default config can't encode an image.
+RELEASED = {"gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}}}
 STYLES = {"proven": "green", "wrong": "bold red", "refused": "yellow"}
 
 
@@ -79,7 +81,7 @@ def _config_of(checkpoint: str) -> PretrainedConfig:
         except (OSError, ValueError) as error:
             raise ConfigError(f"checkpoint {checkpoint!r}: {error}") from error
     try:
-        return AutoConfig.for_model(checkpoint)
+        return AutoConfig.for_model(checkpoint, **RELEASED.get(checkpoint, {}))
     except ValueError:
         raise ConfigError(
             f"checkpoint {checkpoint!r}: no folder, and transformers has no such model type;"

@@ -44,6 +44,8 @@ VISION_SIZES = {
 }
 #: Patches along a side of a tile, or of the image whose positions a tower has learned.
 TILE_PATCHES = 4
+#: Tokens that a layer with a sliding window sees: fewer than those of a tile, or of a prompt.
+WINDOW = 7
 HIDDEN, VISION_HIDDEN = 48, 32
 MIN_LAYERS = 2
 #: Ids from `VOCABULARY` on are those that the config names, such as an image's placeholder.
@@ -101,6 +103,8 @@ class Member:
                 weight.data.uniform_(-3, 0)
             elif weight.ndim == 1:
                 weight.data += 0.1 * torch.randn_like(weight)
+            elif not weight.any():  # a projector that begins with zeros shows no image
+                weight.data.normal_(std=weight.shape[0] ** -0.5)
         return model
 
     def policy(self, temperature: float = 1.0) -> PolicyModel:
@@ -164,6 +168,8 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     text = sizes["text_config"] if isinstance(sizes.get("text_config"), dict) else sizes
     _shrink_text(text, config.get_text_config())
     vision = sizes.get("vision_config")
+    if sizes.get("mm_tokens_per_image"):
+        sizes["mm_tokens_per_image"] = TILE_PATCHES**2
     if isinstance(vision, dict):
         _shrink_vision(vision, text["hidden_size"])
         deepstack = len(vision.get("deepstack_visual_indexes") or ())
@@ -191,6 +197,8 @@ def _shrink_text(text: dict[str, Any], config: Any) -> None:
         "hidden_size": HIDDEN if head_dim else heads * own_size,
     }
     text |= {key: size for key, size in TEXT_SIZES.items() if text.get(key) is not None}
+    if text.get("sliding_window"):
+        text["sliding_window"] = WINDOW
     # Hidden states keep their size from layer to layer, so that what an early layer does shows.
     text["initializer_range"] = text["hidden_size"] ** -0.5
     kinds = _layer_kinds(config)

@@ -39,8 +39,9 @@ def logprobs_of(member: Member, model: PreTrainedModel, sequence: TokenSequence)
             inputs["pixel_values"] = squares(pixels)
         if "pixel_attention_mask" in inspect.signature(model.forward).parameters:
             inputs["pixel_values"] = inputs["pixel_values"].unsqueeze(0)  # of one prompt
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-            inputs["mm_token_type_ids"] = (ids == member.image_tokens.id).int()
+        for key in ("mm_token_type_ids", "token_type_ids"):
+            if key in inspect.signature(model.forward).parameters:
+                inputs[key] = (ids == member.image_tokens.id).int()
     if hasattr(model.model, "rope_deltas"):  # of the sequence before
         model.model.rope_deltas = None
     logits = model(**inputs).logits[0].float()

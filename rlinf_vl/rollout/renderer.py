@@ -423,6 +423,7 @@ class Renderer:
         With a mark, the special tokens are those of the template alone. The text between them is
         encoded without the marks, and as text even where it then spells a special token.
         """
+        rendered = self.processor.image_tokens.with_placeholders(rendered)
         if not mark:
             return list(self._encode_plain(rendered))
         ids: list[int] = []

@@ -13,14 +13,13 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 #: Name in docs/models.md → model type, the refusal.
 REFUSED = {
-    "Gemma 3": ("gemma3", "tokens of Gemma3Model attend to later ones of their prompt or image"),
     "Cohere2": (
         "cohere2_vision",
-        "has layers of sliding_attention; only full_attention is supported",
+        "changes its logits \\(logit_scale: 0.0625\\), which is not supported",
     ),
     "PaliGemma": (
         "paligemma",
-        "tokens of PaliGemmaModel attend to later ones of their prompt or image, which is not supported",
+        "tokens of model.language_model attend to all later ones",
     ),
     "LLaVA-NeXT": (
         "llava_next",

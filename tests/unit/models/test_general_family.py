@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_tiles import INTERNVL_MARKS, TILE, TOKENS, write_idefics3, write_internvl
+from tiny_tiles import (
+    GEMMA3_MARKS,
+    INTERNVL_MARKS,
+    TILE,
+    TOKENS,
+    write_gemma3,
+    write_idefics3,
+    write_internvl,
+)
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf_vl.config.load import load_config
@@ -25,7 +33,7 @@ from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import ImageRef
 
-WRITERS = {"internvl": write_internvl, "idefics3": write_idefics3}
+WRITERS = {"internvl": write_internvl, "idefics3": write_idefics3, "gemma3": write_gemma3}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +82,7 @@ def test_prompts_and_pixels_are_those_of_transformers_processor(name, folders, p
     )
     expected = theirs(images=[image for _, image in pictures], text=[text], return_tensors="np")
     assert ids.tolist() == expected["input_ids"][0].tolist()
-    assert grids[:, 0].tolist() == {"internvl": [1, 4], "idefics3": [10, 7]}[name]
+    assert grids[:, 0].tolist() == {"internvl": [1, 4], "idefics3": [10, 7], "gemma3": [1, 1]}[name]
     assert (grids[:, 1:] == 1).all()
     rows = np.concatenate([processor.pixels(ref) for ref, _ in pictures])
     theirs_rows = expected["pixel_values"].reshape(-1, 3, TILE, TILE)
@@ -99,6 +107,7 @@ def test_marks_of_images_are_never_sampled_nor_written_by_a_message(processors):
     marks = {
         "internvl": [INTERNVL_MARKS[f"{part}_image_token"] for part in ("start", "end", "context")],
         "idefics3": ["<fake_token_around_image>", "<image>", "<global-img>", "<row_3_col_3>"],
+        "gemma3": list(GEMMA3_MARKS.values()),
     }
     for name, texts in marks.items():
         vocabulary = processors[name].tokenizer.get_vocab()
@@ -107,6 +116,28 @@ def test_marks_of_images_are_never_sampled_nor_written_by_a_message(processors):
         message = [{"role": "user", "content": " ".join(texts)}]
         prompt, _ = Renderer(processors[name]).prompt(message, [])
         assert not set(ids) & set(prompt.tolist())
+
+
+def test_line_breaks_around_an_image_are_joined_with_those_of_the_template(processors):
+    """As one token, which may be sampled."""
+    processor = processors["gemma3"]
+    (joined,) = processor.tokenizer("\n\n\n")["input_ids"]
+    message = [{"role": "user", "content": [{"type": "image"}]}]
+    prompt, _ = Renderer(processor).prompt(message, [picture(50, 47)[0]])
+    assert (prompt == joined).sum() == 2
+    assert not processor.banned_ids(len(processor.tokenizer))[joined]
+
+
+def test_pan_and_scan_is_refused(folders, tmp_path):
+    images = tiles.TileImages(folders["gemma3"])
+    images._processor.images_kwargs = images._processor.images_kwargs | {
+        "do_pan_and_scan": True,
+        "pan_and_scan_min_crop_size": 8,
+        "pan_and_scan_max_num_crops": 4,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    }
+    with pytest.raises(ValueError, match="170×60 becomes 4 crops .* set do_pan_and_scan to false"):
+        images.grid(60, 170)
 
 
 def test_bounds_of_pixels_are_refused(folder):
@@ -256,7 +287,7 @@ def test_a_blank_image_has_all_its_tokens(folders):
 
 
 def test_a_processor_that_writes_another_placeholder_is_refused(folder):
-    with pytest.raises(ValueError, match="'<IMG_CONTEXT>' .* but the config names id 5"):
+    with pytest.raises(ValueError, match="writes id .* but the config names id 5"):
         tiles.TileImages(folder).image_tokens(5)
 
 

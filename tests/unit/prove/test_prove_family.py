@@ -22,6 +22,7 @@ from rlinf_vl.models.image_tokens import ImageTokens, mrope_positions
 from rlinf_vl.models.layers import frame_attention
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.prove.certificate import Outcome, outcomes_of
+from rlinf_vl.prove.main import RELEASED
 from rlinf_vl.prove.member import member_of, tiny_config
 from rlinf_vl.prove.proofs import Proofs
 
@@ -304,6 +305,58 @@ def test_a_planted_fault_is_found(fault, tmp_path):
     )
 
 
+class WindowOffByOne:
+    """A context whose windows have a token more."""
+
+    def __init__(self, context):
+        self.context = context
+
+    def attend(self, layer, q, k, v, scaling, window=None):
+        return self.context.attend(layer, q, k, v, scaling, window and window + 1)
+
+
+def longer_windows(forward, *arguments, context, **options):
+    return forward(*arguments, context=WindowOffByOne(context), **options)
+
+
+def embeddings_without_scale(forward, text_model, embeds, *arguments, **options):
+    scale = text_model.get_input_embeddings().embed_scale
+    return forward(text_model, embeds / scale, *arguments, **options)
+
+
+def one_rope_base(forward, text_model, *arguments, **options):
+    rotary = text_model.rotary_emb
+    sound = rotary.sliding_attention_inv_freq
+    rotary.sliding_attention_inv_freq = rotary.full_attention_inv_freq
+    try:
+        return forward(text_model, *arguments, **options)
+    finally:
+        rotary.sliding_attention_inv_freq = sound
+
+
+#: Fault of Gemma 3 → (how it is planted, paths that must find it).
+GEMMA_FAULTS = {
+    "a window off by one": (with_text(longer_windows), ["packed", "shared", "tree", "torch engine"]),
+    "images causal": (lambda f: replace(f, images_see_themselves=False), ["packed", "shared", "tree", "torch engine"]),
+    "unscaled embeddings": (with_text(embeddings_without_scale), ["packed", "torch engine"]),
+    "one rope base for all layers": (with_text(one_rope_base), ["packed", "torch engine"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    config = AutoConfig.for_model("gemma3", **RELEASED["gemma3"])
+    return member_of(family_at(config), config, ".")
+
+
+@pytest.mark.parametrize("fault", GEMMA_FAULTS)
+def test_a_fault_planted_in_gemma_is_found(fault, gemma):
+    planted, paths = GEMMA_FAULTS[fault]
+    proofs = Proofs(replace(gemma, family=planted(gemma.family)))
+    statuses = {o.path: o.status for o in outcomes_of(proofs, paths.__contains__)}
+    assert statuses == dict.fromkeys(paths, "wrong")
+
+
 def test_a_stale_feature_cache_is_found(monkeypatch, tmp_path):
     sound = VisionCache.get
 
@@ -379,7 +432,7 @@ def test_a_tower_by_its_path_is_proven(name, tmp_path):
     [
         (["qwen3_vll"], "transformers has no such model type; did you mean 'qwen3_vl'"),
         (["no/such/folder/at/all"], "checkpoint 'no/such/folder/at/all': "),
-        (["gemma3"], "tokens of Gemma3Model attend to later ones of their prompt or image"),
+        (["paligemma"], "tokens of model.language_model attend to all later ones"),
         (["qwen3", "--paths", "pakced"], "--paths 'pakced': no such path; did you mean 'packed'?"),
         (["qwen2_vl", "--vision-tower", "model.visual"], "go together"),
         (["qwen3", "--family", "qwen3_vl"], "a family of your own is path/to/file.py:NAME"),
