@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from adapters import peft_model, with_values
-from tiny import banned, group, tiny_config, tiny_model, transformers_inputs, transformers_logprobs
+from tiny import (
+    TOWER,
+    banned,
+    group,
+    tiny_config,
+    tiny_model,
+    transformers_inputs,
+    transformers_logprobs,
+)
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from rlinf_vl.config.schema import LoraConfig
@@ -76,7 +84,11 @@ class Layout:
 
 
 MIXED = [[(2, 3)], [], [(1, 1), (3, 2), (2, 2)], []]
-SHAPES = {"text": [[], [], [], []], "one image": [[(2, 2)], [], [], []]}
+SHAPES = {
+    "text": [[], [], [], []],
+    "one image": [[(2, 2)], [], [], []],
+    "tiles": [[(2, 2)], [], [(2, 2)] * 3, []],
+}
 
 
 def groups_of(kind: str):
@@ -275,6 +287,16 @@ def adapters_of(layout: Layout) -> LoraConfig:
     )
 
 
+def is_in_tower(name: str) -> bool:
+    return any(part in name for part in TOWER)
+
+
+def copy_tower(source, target) -> None:
+    """Give `target` the vision tower of `source`, if there is one."""
+    tower = {name: x for name, x in source.state_dict().items() if is_in_tower(name)}
+    assert not target.load_state_dict(tower, strict=False).unexpected_keys
+
+
 def half(model):
     """The model in bfloat16 as a checkpoint is read in it: weights, not the tables of rotary angles."""
     for p in model.parameters():
@@ -298,8 +320,8 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         if layout.quantization != "none":
             # Whose adapters add nothing.
             reference = peft_model(layout.family, adapters_of(layout), **layout.sizes)
-    elif not layout.train_tower and hasattr(model.model, "visual"):
-        reference.model.visual.load_state_dict(model.model.visual.state_dict())
+    elif not layout.train_tower:
+        copy_tower(model, reference)
     groups = groups_of(kind)
     groups = routed(groups, layout.family) if layout.replay else groups
     teachers = {
@@ -315,7 +337,7 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         for g in groups
     }
     mixtures = Mixtures(model, getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
-    tower = {id(p) for name, p in model.named_parameters() if ".visual." in name}
+    tower = {id(p) for name, p in model.named_parameters() if is_in_tower(name)}
     # Of peft's model, the adapters.
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     trained = {n: p for n, p in named if layout.train_tower or layout.lora or id(p) not in tower}
@@ -583,7 +605,7 @@ def log_distribution(model, g, i):
     """Logprobs of all tokens that can be sampled at each response position, from transformers' logits."""
     found = []
     for sequence in g.trajectories[i].sequences:
-        ids, inputs = transformers_inputs(sequence)
+        ids, inputs = transformers_inputs(sequence, model.config.model_type)
         model.model.rope_deltas = None
         logits = (
             model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float()

@@ -79,11 +79,58 @@ MEMBERS: dict[str, tuple[dict, dict | None]] = {
 }
 
 
+#: Names of the weights of a vision tower and its projector have one of these.
+TOWER = (".visual.", ".vision_tower.", ".multi_modal_projector.")
+#: A Gemma 3 whose images are tiles of 2 × 2 tokens, in patches of one token; its windows are shorter than its prompts.
+GEMMA3_TEXT = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": base}
+        for kind, base in (("sliding_attention", 1e4), ("full_attention", 1e6))
+    },
+}
+TILE_SIDE = 2 * PATCH * MERGE
+GEMMA3_VISION = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "patch_size": PATCH * MERGE,
+    "image_size": TILE_SIDE,
+}
+
+
+def gemma3_config() -> Any:
+    return AutoConfig.for_model(
+        "gemma3",
+        text_config=TEXT | GEMMA3_TEXT | {"initializer_range": 0.18},
+        vision_config=GEMMA3_VISION,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE_ID,
+        boi_token_index=VISION_START,
+        eoi_token_index=VISION_END,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+
+
+def tiny_family(model_type: str) -> Any:
+    """The family of a tiny member."""
+    from rlinf_vl.models.families import family_at, family_of
+
+    return family_at(gemma3_config()) if model_type == "gemma3" else family_of(model_type)
+
+
 def tiny_config(
     family: str = "qwen3_vl", *, tie: bool = True, text: Mapping = {}, vision: Mapping = {}
 ) -> Any:
     """transformers' config of a tiny member. `text` and `vision` replace keys of its parts; what follows from other keys does
     without being said: the tower's output size, the kinds of the layers, the sections of the rotary angles."""
+    if family == "gemma3":
+        return gemma3_config()
     own_text, own_vision = MEMBERS[family]
     sizes: dict[str, Any] = TEXT | own_text | {"tie_word_embeddings": tie} | dict(text)
     rope = {"rope_type": "default", "rope_theta": 1e4} | sizes.get("rope_parameters", {})
@@ -126,13 +173,15 @@ def tiny_model(
     torch.manual_seed(seed)
     sizes["vision"] = {"num_heads": vision_heads} | sizes.get("vision", {})
     config = tiny_config(family, tie=tie, **sizes)
-    kind = AutoModelForCausalLM if MEMBERS[family][1] is None else AutoModelForImageTextToText
+    kind = AutoModelForCausalLM if family == "qwen3" else AutoModelForImageTextToText
     model = kind.from_config(config).eval()
     for name, p in model.named_parameters():
         if name.endswith("A_log"):
             p.data.uniform_(-3, 0)
         elif p.ndim == 1:
             p.data += 0.1 * torch.randn_like(p)
+        elif not p.any():  # Gemma's projector begins with zeros
+            p.data.normal_(std=0.2)
     return model
 
 
@@ -159,6 +208,12 @@ def pixels(ref: ImageRef) -> np.ndarray:
     )
     x = np.repeat(x[:, :, :, :, :, None], 2, axis=5)
     return np.ascontiguousarray(x.reshape(h * w, PATCH_DIM))
+
+
+def tiles(ref: ImageRef) -> np.ndarray:
+    """The one tile of an image of 2 × 2 merged tokens, float32 [1, 3 · side²]."""
+    array = np.asarray(Image.open(io.BytesIO(ref.data)), np.float32) / 128 - 1
+    return np.ascontiguousarray(array.transpose(2, 0, 1)).reshape(1, 3 * TILE_SIDE**2)
 
 
 def prompt(rng: np.random.Generator, grids: list[np.ndarray], text: int) -> np.ndarray:
@@ -232,7 +287,7 @@ def transformers_logprobs(model, g: Group, index: int, temperature: float = 1.0)
     """Log-probability of each sampled token by transformers' own unpacked forward (its own M-RoPE and mask), float32 [R]."""
     found = []
     for sequence in g.trajectories[index].sequences:
-        ids, inputs = transformers_inputs(sequence)
+        ids, inputs = transformers_inputs(sequence, model.config.model_type)
         model.model.rope_deltas = None
         logits = (
             model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float()
@@ -244,11 +299,17 @@ def transformers_logprobs(model, g: Group, index: int, temperature: float = 1.0)
     return torch.cat(found)
 
 
-def transformers_inputs(sequence: TokenSequence) -> tuple[torch.Tensor, dict]:
+def transformers_inputs(
+    sequence: TokenSequence, model_type: str = "qwen3_vl"
+) -> tuple[torch.Tensor, dict]:
     """(ids int64 [1, T], the images' arguments) of a transformers forward."""
     ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
     if not sequence.images:
         return ids, {}
+    if model_type == "gemma3":
+        rows = np.concatenate([tiles(image) for image, _ in sequence.images])
+        squares = torch.from_numpy(rows).view(-1, 3, TILE_SIDE, TILE_SIDE)
+        return ids, {"pixel_values": squares, "token_type_ids": (ids == IMAGE_ID).int()}
     return ids, {
         "pixel_values": torch.from_numpy(
             np.concatenate([pixels(image) for image, _ in sequence.images])
@@ -263,22 +324,21 @@ def tiny_policy(
     model_type: str = "qwen3_vl", **sizes: Mapping,
 ):  # fmt: skip
     """The tiny model as `Trainer` wants it, as a checkpoint is read in `dtype`: its weights, not the tables of rotary angles."""
-    from rlinf_vl.models.families import family_of
     from rlinf_vl.models.loading import use_packed_attention
     from rlinf_vl.models.policy import PolicyModel
 
-    family = family_of(model_type)
+    family = tiny_family(model_type)
     model = use_packed_attention(tiny_model(seed, family=model_type, **sizes), family)
     for p in model.parameters():
         p.data = p.data.to(dtype)
     return PolicyModel(model, family, banned(), temperature=temperature, chunk=chunk)
 
 
-def tiny_collator(**settings):
-    from rlinf_vl.models.families import family_of
+def tiny_collator(model_type: str = "qwen3_vl", **settings):
     from rlinf_vl.packing.collator import Collator
 
-    return Collator(family_of("qwen3_vl"), IMAGE_TOKENS, pixels, PAD, **settings)
+    cut = tiles if model_type == "gemma3" else pixels
+    return Collator(tiny_family(model_type), IMAGE_TOKENS, cut, PAD, **settings)
 
 
 def tiny_trainer(

@@ -15,6 +15,7 @@ from plain_step import (
     VERSION,
     Layout,
     adapters_of,
+    copy_tower,
     groups_of,
     routed,
 )
@@ -60,10 +61,8 @@ def train(layout: Layout, kind: str):
         policy = tiny_policy(dtype, seed := next(seeds), 0.7, 6, layout.family, **layout.sizes)
         # A frozen tower is the reference's too: they start from one checkpoint.
         if seed and not layout.train_tower and policy.family.vision_tower:
-            trained = tiny_policy(
-                dtype, model_type=layout.family, **layout.sizes
-            ).model.model.visual
-            policy.model.model.visual.load_state_dict(trained.state_dict())
+            trained = tiny_policy(dtype, model_type=layout.family, **layout.sizes)
+            copy_tower(trained.model, policy.model)
         return policy
 
     algorithm = with_presets(
@@ -137,6 +136,7 @@ def train(layout: Layout, kind: str):
         pad_to=layout.budget if layout.pad else None,
         share_prompts=layout.share,
         teachers=teachers,
+        model_type="gemma3" if layout.family == "gemma3" else "qwen3_vl",
     )
     weights = dict(trainer.policy.model.named_parameters())
     for name, value in adapter_values((n, tuple(p.shape)) for n, p in weights.items()).items():

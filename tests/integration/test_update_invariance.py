@@ -91,6 +91,72 @@ def references():
     return get
 
 
+LAYOUTS = [
+    pytest.param(BASE, id="one row"),
+    pytest.param(replace(BASE, ranks=2), id="2 ranks"),
+    pytest.param(replace(BASE, budget=80), id="several micro-batches"),
+    pytest.param(replace(BASE, size=1), id="one trajectory a row"),
+    pytest.param(replace(BASE, ranks=2, budget=120, pad=True), id="padded rows"),
+    pytest.param(replace(BASE, ranks=2, budget=120, checkpointing=True), id="checkpointing"),
+    pytest.param(replace(BASE, checkpointing=True, reentrant=True), id="reentrant checkpointing"),
+    pytest.param(replace(BASE, minibatches=2), id="2 mini-batches"),
+    pytest.param(replace(BASE, ranks=2, minibatches=2, budget=90), id="2 mini-batches on 2 ranks"),
+    pytest.param(
+        replace(BASE, ranks=2, minibatches=2, budget=90, checkpointing=True), id="all at once"
+    ),
+    pytest.param(
+        replace(BASE, minibatches=2, old_logprobs="true"), id="a pass for all old logprobs"
+    ),
+    pytest.param(replace(BASE, old_logprobs="true"), id="a pass that one step does not need"),
+    pytest.param(
+        replace(BASE, ranks=2, budget=80, minibatches=2, reshard=False),
+        id="weights kept gathered",
+    ),
+    pytest.param(
+        replace(BASE, ranks=2, budget=80, minibatches=2, one_unit=True), id="one FSDP unit"
+    ),
+    pytest.param(
+        replace(BASE, ranks=3, train_tower=False, one_unit=True),
+        id="one FSDP unit, frozen tower",
+    ),
+    pytest.param(
+        replace(BASE, ranks=4, budget=80, minibatches=2, shard=2),
+        id="2 copies of the weights on 4 ranks",
+    ),
+    pytest.param(
+        replace(BASE, ranks=2, shard=1, reshard=False),
+        id="a copy of the weights on each of 2 ranks",
+    ),
+    pytest.param(replace(BASE, share=False), id="repeated prompts"),
+    pytest.param(replace(BASE, ranks=2, budget=90, share=False), id="repeated prompts on 2 ranks"),
+    pytest.param(replace(BASE, budget=60), id="groups split over micro-batches"),
+    pytest.param(
+        replace(BASE, ranks=2, train_tower=False, budget=80, kl_beta=0.1),
+        id="features, split, reference",
+    ),
+    pytest.param(
+        replace(BASE, ranks=2, train_tower=False, cache=False),
+        id="frozen tower without its cache",
+    ),
+    pytest.param(replace(BASE, ranks=2, train_tower=False), id="frozen tower"),
+    pytest.param(replace(BASE, ranks=2, kl_beta=0.1), id="reference KL"),
+    pytest.param(
+        replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-mean"),
+        id="sequence means",
+    ),
+    pytest.param(
+        replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum"), id="sequence sums"
+    ),
+    pytest.param(
+        replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum-norm"),
+        id="sequence sums over a length",
+    ),
+    pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="cispo"), id="CISPO"),
+    pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="sapo"), id="SAPO"),
+    pytest.param(replace(BASE, ranks=2, budget=90, adv="reinforce_plus_plus"), id="REINFORCE++"),
+]
+
+
 # An id begins with that of `run_shared`, which is empty without sharing.
 @pytest.mark.quick(
     "-one row",
@@ -109,83 +175,34 @@ def references():
     "-CISPO",
     "each row on 2 ranks-REINFORCE++",
 )
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(BASE, id="one row"),
-        pytest.param(replace(BASE, ranks=2), id="2 ranks"),
-        pytest.param(replace(BASE, budget=80), id="several micro-batches"),
-        pytest.param(replace(BASE, size=1), id="one trajectory a row"),
-        pytest.param(replace(BASE, ranks=2, budget=120, pad=True), id="padded rows"),
-        pytest.param(replace(BASE, ranks=2, budget=120, checkpointing=True), id="checkpointing"),
-        pytest.param(
-            replace(BASE, checkpointing=True, reentrant=True), id="reentrant checkpointing"
-        ),
-        pytest.param(replace(BASE, minibatches=2), id="2 mini-batches"),
-        pytest.param(
-            replace(BASE, ranks=2, minibatches=2, budget=90), id="2 mini-batches on 2 ranks"
-        ),
-        pytest.param(
-            replace(BASE, ranks=2, minibatches=2, budget=90, checkpointing=True), id="all at once"
-        ),
-        pytest.param(
-            replace(BASE, minibatches=2, old_logprobs="true"), id="a pass for all old logprobs"
-        ),
-        pytest.param(replace(BASE, old_logprobs="true"), id="a pass that one step does not need"),
-        pytest.param(
-            replace(BASE, ranks=2, budget=80, minibatches=2, reshard=False),
-            id="weights kept gathered",
-        ),
-        pytest.param(
-            replace(BASE, ranks=2, budget=80, minibatches=2, one_unit=True), id="one FSDP unit"
-        ),
-        pytest.param(
-            replace(BASE, ranks=3, train_tower=False, one_unit=True),
-            id="one FSDP unit, frozen tower",
-        ),
-        pytest.param(
-            replace(BASE, ranks=4, budget=80, minibatches=2, shard=2),
-            id="2 copies of the weights on 4 ranks",
-        ),
-        pytest.param(
-            replace(BASE, ranks=2, shard=1, reshard=False),
-            id="a copy of the weights on each of 2 ranks",
-        ),
-        pytest.param(replace(BASE, share=False), id="repeated prompts"),
-        pytest.param(
-            replace(BASE, ranks=2, budget=90, share=False), id="repeated prompts on 2 ranks"
-        ),
-        pytest.param(replace(BASE, budget=60), id="groups split over micro-batches"),
-        pytest.param(
-            replace(BASE, ranks=2, train_tower=False, budget=80, kl_beta=0.1),
-            id="features, split, reference",
-        ),
-        pytest.param(
-            replace(BASE, ranks=2, train_tower=False, cache=False),
-            id="frozen tower without its cache",
-        ),
-        pytest.param(replace(BASE, ranks=2, train_tower=False), id="frozen tower"),
-        pytest.param(replace(BASE, ranks=2, kl_beta=0.1), id="reference KL"),
-        pytest.param(
-            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-mean"),
-            id="sequence means",
-        ),
-        pytest.param(
-            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum"), id="sequence sums"
-        ),
-        pytest.param(
-            replace(BASE, ranks=2, budget=90, aggregation="seq-mean-token-sum-norm"),
-            id="sequence sums over a length",
-        ),
-        pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="cispo"), id="CISPO"),
-        pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="sapo"), id="SAPO"),
-        pytest.param(
-            replace(BASE, ranks=2, budget=90, adv="reinforce_plus_plus"), id="REINFORCE++"
-        ),
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_change_the_step(layout, run_shared, references):
     assert_same(run_shared(layout), references(layout))
+
+
+#: Layers that slide: in Gemma 3 beside images that see themselves, and beside M-RoPE.
+WINDOWS = {
+    "gemma3": {"family": "gemma3"},
+    "qwen2_5_vl": {
+        "family": "qwen2_5_vl",
+        "sizes": {
+            "text": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+        },
+    },
+}
+
+
+@pytest.mark.quick(
+    "-gemma3-2 ranks",
+    "each row on 2 ranks-gemma3-all at once",
+    "-gemma3-features, split, reference",
+    "each row on 2 ranks-qwen2_5_vl-groups split over micro-batches",
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_no_layout_changes_the_step_of_layers_that_slide(name, layout, run_shared, references):
+    layout = replace(layout, **WINDOWS[name])
+    assert_same(run_shared(layout, "tiles"), references(layout, "tiles"))
 
 
 @pytest.mark.quick("turns, sequences")
