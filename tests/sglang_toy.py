@@ -2,16 +2,19 @@
 
 import copy
 import io
+import json
 import time
 from functools import partial
 
 import numpy as np
 import torch
 from PIL import Image
+from tiny import tiny_model
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.toy.files import special_ids, write_toy_files
 from rlinf_vl.types import ImageRef, Request, Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
@@ -137,6 +140,32 @@ class Toy:
     def sent(self, weights):
         """Weights of the model as the engine is sent them."""
         return (part for name, value in weights for part in self.family.engine_names(name, value))
+
+
+def write_member(family, sizes, path):
+    """A checkpoint with random weights, and the toy's tokenizer and image processor."""
+    ids = special_ids()
+    text = {"vocab_size": max(ids.values()) + 6, "max_position_embeddings": 4096}
+    text |= {"pad_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]} | sizes[
+        "text"
+    ]
+    model = tiny_model(
+        5, family == "qwen3", family=family, text=text, vision=sizes.get("vision", {})
+    )
+    write_toy_files(path)
+    if "vision" in sizes:
+        for key, token in (
+            ("image_token_id", "<|image_pad|>"),
+            ("video_token_id", "<|video_pad|>"),
+            ("vision_start_token_id", "<|vision_start|>"),
+            ("vision_end_token_id", "<|vision_end|>"),
+        ):
+            setattr(model.config, key, ids[token])
+        for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+            written = json.loads((path / name).read_text())
+            written["patch_size"] = sizes["vision"]["patch_size"]
+            (path / name).write_text(json.dumps(written))
+    model.save_pretrained(path)
 
 
 def engine_of(toy, **settings):

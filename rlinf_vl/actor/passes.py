@@ -199,9 +199,9 @@ class AuxiliaryForwards:
             corrupted_inputs = self._corrupted_batches(mini, groups, advantages)
         taught_groups = groups
         if self.algorithm.distillation.privileged_template is not None and self.teachers:
-            image_id = batches.collate.image_tokens.id
+            placeholder_ids = batches.collate.image_tokens.placeholder_ids
             trained = {item.group for items in mini.micro_batches for item in items}
-            taught_groups = {n: as_teacher_sees(groups[n], image_id) for n in trained}
+            taught_groups = {n: as_teacher_sees(groups[n], placeholder_ids) for n in trained}
         teacher_inputs = [
             self._inputs_of(teacher, mini, taught_groups, advantages) for teacher in self.teachers
         ]

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlinf_vl.types import Group, TokenSequence, Trajectory, shared_prefix
+from rlinf_vl.types import Group, TokenIds, TokenSequence, Trajectory, shared_prefix
 
 
-def as_teacher_sees(group: Group, image_token_id: int) -> Group:
+def as_teacher_sees(group: Group, placeholder_ids: TokenIds) -> Group:
     """Return the group with each trajectory's `teacher_prompt` in place of its prompt.
 
     The sampled tokens and the images are the same, in the same order. Columns that the engine
@@ -17,7 +17,7 @@ def as_teacher_sees(group: Group, image_token_id: int) -> Group:
         _with_prompt(trajectory) if trajectory.sequences else trajectory
         for trajectory in group.trajectories
     )
-    prefix_length = shared_prefix(trajectories, image_token_id)
+    prefix_length = shared_prefix(trajectories, placeholder_ids)
     return replace(group, trajectories=trajectories, prefix_length=prefix_length)
 
 

@@ -8,6 +8,7 @@ frames. Its bytes are a magic word, a JSON header, and the encoded frames one af
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlinf_vl.types import ImageRef
 
@@ -47,12 +48,22 @@ def is_clip(ref: ImageRef) -> bool:
 
 def clip_of(ref: ImageRef) -> Clip:
     """Return the clip that a reference of `clip_ref` carries."""
-    assert is_clip(ref), f"{ref.hash} is no clip"
-    start = len(MAGIC) + _LENGTH_BYTES
-    end = start + int.from_bytes(ref.data[len(MAGIC) : start], "little")
-    header = json.loads(bytes(ref.data[start:end]))
+    header, end = _header(ref)
     frames = []
     for length in header["lengths"]:
         frames.append(bytes(ref.data[end : end + length]))
         end += length
     return Clip(tuple(frames), tuple(header["timestamps"]))
+
+
+def timestamps_of(ref: ImageRef) -> tuple[float, ...]:
+    """Return the timestamps of the clip that a reference carries, without its frames."""
+    return tuple(_header(ref)[0]["timestamps"])
+
+
+def _header(ref: ImageRef) -> tuple[dict[str, Any], int]:
+    """Return the header of a clip, and the index of the byte after it."""
+    assert is_clip(ref), f"{ref.hash} is no clip"
+    start = len(MAGIC) + _LENGTH_BYTES
+    end = start + int.from_bytes(ref.data[len(MAGIC) : start], "little")
+    return json.loads(bytes(ref.data[start:end])), end

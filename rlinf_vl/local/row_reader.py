@@ -52,7 +52,7 @@ class LocalRowReader:
                 if isinstance(group, BadRow):
                     results.append(group)
                 else:
-                    summary = GroupSummary.of(group, self._demonstrations.image_token_id)
+                    summary = GroupSummary.of(group, self._demonstrations.placeholder_ids)
                     results.append((summary, group))
             return results
 

@@ -107,6 +107,7 @@ def family_by_path(
         text_forward=text if has_mrope else plain_positions,
         encode_images=encode_images,
         image_processor=AnyImages,
+        videos=None,
         prices=partial(_prices, _numel(model.get_submodule(blocks[1])), _numel(parts.tower)),
     )
     if takes_patches and in_tower:

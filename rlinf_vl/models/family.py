@@ -18,6 +18,7 @@ from rlinf_vl.models import shapes
 from rlinf_vl.models.image_processor import ImageProcessor
 from rlinf_vl.models.image_tokens import ImageTokens, mrope_positions
 from rlinf_vl.models.shapes import DecodeState, Mixture
+from rlinf_vl.models.video_processor import VideoProcessor
 from rlinf_vl.types import Prices
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Family:
     image_processor: Callable[[str | Path, int | None, int | None], ImageProcessor] = (
         images.QwenImages
     )
+    #: The same for the clips of videos; None for a family that reads none.
+    videos: Callable[[str | Path, int | None, int | None], VideoProcessor] | None = None
     #: config → (patches, grids) of the smallest image
     blank_image: Callable[[Any], tuple[np.ndarray, np.ndarray]] = images.blank_image
     #: Tokens of that image: one, or those of a tile.

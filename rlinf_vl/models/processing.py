@@ -1,6 +1,7 @@
 """Tokenizer and image preprocessing of a checkpoint: pixels, grids, special ids and decoding.
 
-Tokenizer and image processor are loaded separately (transformers' combined processor needs
+A clip, the sampled frames of a video, is an image like a picture. Tokenizer and image processor are
+loaded separately (transformers' combined processor needs
 torchvision for video). Engine and trainer use this one class with one setting of pixel limits, so
 both see the same pixels and counts.
 """
@@ -8,15 +9,18 @@ both see the same pixels and counts.
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from rlinf_vl.data.clips import clip_of, is_clip, timestamps_of
 from rlinf_vl.data.images import decode, image_size
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_processor import ImageProcessor
-from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.image_tokens import ImageTokens, with_videos
+from rlinf_vl.models.video_processor import VideoProcessor
 from rlinf_vl.types import Grid, ImageRef
 
 #: Bytes of decoded answers in the cache: an answer is decoded for its environment, for its reward
@@ -41,22 +45,29 @@ class Processor:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        video_min_pixels: int | None = None,
+        video_max_pixels: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         """Load tokenizer and image processor of a checkpoint.
 
         `min_pixels` and `max_pixels` bound an image's area after resizing; None means the
-        checkpoint's own bound.
+        checkpoint's own bound. `video_min_pixels` and `video_max_pixels` bound the area of a clip's
+        frame further than the checkpoint does.
         """
         self.family = family
+        self._path = path
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         #: Ids that end a response, the end of a turn first.
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
         self.image_tokens = ImageTokens(-1)
         self._decoded = ByteCache(self._decode, size=text_bytes, max_bytes=TEXT_BYTES)
         #: By hash: the grid, and the ids in a prompt.
-        self._images: dict[str, tuple[Grid, np.ndarray]] = {}
+        self._images: dict[str, tuple[Grid, list[np.ndarray]]] = {}
         self._image_processor: ImageProcessor | None = None
+        self._videos: VideoProcessor | None = None
+        #: The text of a clip's placeholder; "" where the model reads no videos.
+        self.video_token = ""
         if not family.vision_tower:
             return
         self._image_processor = family.image_processor(path, min_pixels, max_pixels)
@@ -67,11 +78,30 @@ class Processor:
                 "needs"
             )
         self.image_tokens = self._image_processor.image_tokens(image_token_id)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if family.videos is None or self._token(config, "video") not in family.special_tokens:
+            return
+        self._videos = family.videos(path, video_min_pixels, video_max_pixels)
+        self.image_tokens = with_videos(self.image_tokens, config, self._videos.timestamped)
+        self.video_token = self._token(config, "video")
+        self._vision_start, self._vision_end = (
+            self._token(config, f"vision_{edge}") for edge in ("start", "end")
+        )
+
+    def _token(self, config: Any, name: str) -> str:
+        """Return the text of the token that a config names, "" where there is none."""
+        token_id = getattr(config, f"{name}_token_id", None)
+        return "" if token_id is None else self.tokenizer.convert_ids_to_tokens(token_id) or ""
 
     @property
     def image_token_id(self) -> int:
-        """The id of an image placeholder; -1, which no token has, without a vision tower."""
+        """The id of a picture's placeholder; -1, which no token has, without a vision tower."""
         return self.image_tokens.id
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The ids of placeholders, of pictures and of clips."""
+        return self.image_tokens.placeholder_ids
 
     @property
     def image_processor(self) -> ImageProcessor:
@@ -87,6 +117,23 @@ class Processor:
                 "vision-language model"
             )
         return self._image_processor
+
+    @property
+    def videos(self) -> VideoProcessor:
+        """The checkpoint's video processor.
+
+        Raises:
+            ValueError: the model reads no videos.
+        """
+        if self._videos is None:
+            reason = "whose videos are not supported"
+            if self.family.videos is not None:
+                reason = f"but the tokenizer in {self._path} has no placeholder for one"
+            raise ValueError(
+                f"a video for a model of type {self.family.model_type}, {reason}; give its frames "
+                "as images, or set rollout.model.model_path to a model that reads videos"
+            )
+        return self._videos
 
     @property
     def pad_id(self) -> int:
@@ -112,27 +159,47 @@ class Processor:
         """Return (t, h, w) in patches of an image after resizing; reads only its header."""
         return self._grid_and_ids(image)[0]
 
-    def image_ids(self, image: ImageRef) -> np.ndarray:
-        """Return `ImageProcessor.ids` of an image, int32 [n]; reads only its header."""
+    def image_ids(self, image: ImageRef) -> list[np.ndarray]:
+        """Return the ids int32 [n] for each placeholder of an image in a rendered prompt.
+
+        A picture has one placeholder there, a clip those of `video_text`. Only headers are read.
+        """
         return self._grid_and_ids(image)[1]
 
-    def _grid_and_ids(self, image: ImageRef) -> tuple[Grid, np.ndarray]:
+    def video_text(self, clip: ImageRef) -> str:
+        """Return the text that stands for a clip in a prompt, in place of `video_token`."""
+        return self.videos.text(
+            timestamps_of(clip), self._vision_start, self.video_token, self._vision_end
+        )
+
+    def _grid_and_ids(self, image: ImageRef) -> tuple[Grid, list[np.ndarray]]:
         facts = self._images.get(image.hash)
         if facts is None:
             # Dropping all is rare, and costs one reading of each header.
             if len(self._images) >= MAX_IMAGES:
                 self._images.clear()
-            processor, size = self.image_processor, image_size(image)
-            ids = processor.ids(*size, self.image_token_id)
-            facts = self._images[image.hash] = processor.grid(*size), ids
+            read = self._clip_facts if is_clip(image) else self._picture_facts
+            facts = self._images[image.hash] = read(image)
         return facts
 
+    def _picture_facts(self, image: ImageRef) -> tuple[Grid, list[np.ndarray]]:
+        processor, size = self.image_processor, image_size(image)
+        return processor.grid(*size), [processor.ids(*size, self.image_token_id)]
+
+    def _clip_facts(self, image: ImageRef) -> tuple[Grid, list[np.ndarray]]:
+        videos, frames = self.videos, clip_of(image).frames
+        grid = videos.grid(len(frames), *image_size(ImageRef(image.hash, frames[0])))
+        return grid, self.image_tokens.clip_ids(grid)
+
     def pixels(self, image: ImageRef) -> np.ndarray:
-        """Return `ImageProcessor.patches` of an encoded image.
+        """Return `ImageProcessor.patches` of an encoded picture, or those of a clip.
 
         Raises:
             ImageError: it can't be decoded.
         """
+        if is_clip(image):
+            frames = clip_of(image).frames
+            return self.videos.patches([decode(ImageRef(image.hash, frame)) for frame in frames])
         return self.image_processor.patches(decode(image))
 
     def decode(self, ids: np.ndarray) -> str:

@@ -166,12 +166,13 @@ class Collator:
         """
         ids = sequence.ids.astype(np.int64)
         grids = np.array([grid for _, grid in sequence.images], np.int64).reshape(-1, 3)
-        positions = self.family.positions(ids, grids, self.image_tokens)
+        image_tokens = self.image_tokens.with_times(image for image, _ in sequence.images)
+        positions = self.family.positions(ids, grids, image_tokens)
         starts = np.array([first_feature[image.hash] for image, _ in sequence.images], np.int64)
         counts = self.image_tokens(grids)
         features = np.full(len(ids), -1)
         # The features of one image are contiguous: its first, plus 0, 1, …
-        features[ids == self.image_tokens.id] = np.repeat(
+        features[self.image_tokens.mask(ids)] = np.repeat(
             starts - np.cumsum(counts) + counts, counts
         ) + np.arange(counts.sum())
         return _PlacedSequence(sequence, ids, positions, features, np.full(len(ids), -1))
@@ -189,7 +190,8 @@ class Collator:
             # to the shortest shared prefix among them. The recursion splits them there.
             first = pending[0].sequence
             ends = [
-                first.shared_length(placed.sequence, self.image_tokens.id) for placed in pending
+                first.shared_length(placed.sequence, self.image_tokens.placeholder_ids)
+                for placed in pending
             ]
             branch = [placed for placed, end in zip(pending, ends, strict=True) if end > start]
             pending = [placed for placed, end in zip(pending, ends, strict=True) if end <= start]

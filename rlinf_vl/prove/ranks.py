@@ -94,7 +94,7 @@ def _train(
     trainer.optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
     trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
     groups = flat_groups(member) + tree_groups(member)
-    summaries = [GroupSummary.of(group, member.image_tokens.id) for group in groups]
+    summaries = [GroupSummary.of(group, member.image_tokens.placeholder_ids) for group in groups]
     plan = plan_step(
         summaries, algorithm, ranks=ranks // context, budget=BUDGET, micro_batch_size=None
     )

@@ -309,10 +309,10 @@ class AgentSession:
         Raises:
             ChatError: there is none.
         """
-        image_token_id = self._client.renderer.processor.image_token_id
+        placeholder_ids = self._client.renderer.processor.placeholder_ids
         limit = request.sampling.max_new_tokens
         while True:
-            shared = self.state.shared_tokens(request, image_token_id)
+            shared = self.state.shared_tokens(request, placeholder_ids)
             used = self.state.distinct_tokens + len(request.ids) - shared
             reserved = sum(running.reserved for running in self._running - {call})
             room = self._limits.seq_length - used - reserved

@@ -29,7 +29,7 @@ class Demonstrations:
 
     Attributes:
         datasets: split ("train", "val" if it has paths) → its rows.
-        image_token_id: id of an image placeholder.
+        placeholder_ids: the ids of image placeholders.
     """
 
     def __init__(self, config: Config, model_path: str) -> None:
@@ -39,7 +39,7 @@ class Demonstrations:
             ConfigError: the data can't be opened.
         """
         processor = processor_of(config, model_path)
-        self.image_token_id = processor.image_token_id
+        self.placeholder_ids = processor.placeholder_ids
         self._renderer = renderer_of(config, processor)
         self._data = config.data
         self._max_tokens = config.runner.seq_length
@@ -80,7 +80,7 @@ class Demonstrations:
         # Nothing is learned from what comes after the last answer to imitate.
         messages = [_plain(message) for message in problem.messages[: imitated[-1] + 1]]
         n_images = sum(
-            part["type"] == "image_url"
+            part["type"] in ("image_url", "video_url")
             for message in messages
             if message["role"] != "assistant"
             for part in message["content"]

@@ -163,7 +163,7 @@ class GroupPlayer(ABC):
             await cancel_all(itertools.chain(plays, first_completions))
         return group.finished(
             group_id,
-            self.client.renderer.processor.image_token_id,
+            self.client.renderer.processor.placeholder_ids,
             logprobs=self.settings.return_logprobs,
             reward_min=self.settings.reward_min,
         )

@@ -281,7 +281,7 @@ class GroupSampler:
         reference, object_bytes = None, 0
         if not task.summary_only:
             reference, object_bytes = self._store.put(group, own_images=task.own_images)
-        summary = GroupSummary.of(group, self.processor.image_token_id, object_bytes)
+        summary = GroupSummary.of(group, self.processor.placeholder_ids, object_bytes)
         total_before, self.prefilled_tokens = self.prefilled_tokens, self.engine.prefilled_tokens
         summary = replace(
             summary,

@@ -11,7 +11,7 @@ import copy
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.config.chat_template import unnamed_variables
+from rlinf_vl.data.clips import is_clip
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import Observation
+from rlinf_vl.rollout.placeholders import expand_images, with_video_parts, with_video_texts
 from rlinf_vl.types import ImageRef, Message
 
 #: The marks that enclose thoughts in an answer's text.
@@ -32,6 +34,8 @@ THINK, END_THINK = "<think>", "</think>"
 RENDERED_BYTES, ENCODED_BYTES = 2**26, 2**25
 #: A minimal conversation, to try out the template.
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
+#: The keys of a part whose values are no text of the conversation.
+_UNCHANGED_KEYS = ("type", "image", "image_url", "video", "video_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ class Renderer:
                 "the checkpoint's chat template does not show tools; describe them in a message"
             )
         marked, mark, _ = self._mark(messages, 0, tools)
-        return self._expand(self._encode(self._render(*marked), mark), images)
+        clips = filter(is_clip, images)
+        return self._expand(self._encode(self._render(*marked), mark, clips), images)
 
     def conversation(
         self, messages: Sequence[Message], images: Sequence[ImageRef], imitated: Sequence[int]
@@ -148,6 +153,7 @@ class Renderer:
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         position = 0  # in `rendered`, up to where `ids` reach
+        clips = filter(is_clip, images)
         for k, (i, prompt, content) in enumerate(zip(imitated, prompts, contents, strict=True)):
             own_row = "give the conversation up to there as a row of its own"
             if not rendered.startswith(prompt) or len(prompt) < position:
@@ -170,14 +176,18 @@ class Renderer:
                     f"message {i + 1}, and none of its stop tokens, {', '.join(stop_texts)}: the "
                     "policy would learn never to end"
                 )
-            ids += self._encode(rendered[position : len(prompt)], text_mark)
+            ids += self._encode(rendered[position : len(prompt)], text_mark, clips)
             start, position = len(ids), end + len(stop)
             ids += self._encode(rendered[len(prompt) : position], text_mark)
             spans.append((start, len(ids)))
-        expanded, lengths, grids = self._expand_images(ids, images)
+        expanded, lengths = expand_images(self.processor, ids, images)
         # An image's placeholder stands for several tokens.
         positions = np.append(0, np.cumsum(lengths)).tolist()
-        return expanded, [(positions[start], positions[end]) for start, end in spans], grids
+        return (
+            expanded,
+            [(positions[start], positions[end]) for start, end in spans],
+            self._grids(images),
+        )
 
     def follow(
         self, ids: np.ndarray, start: Observation, turns: Sequence[tuple[np.ndarray, Observation]]
@@ -217,7 +227,8 @@ class Renderer:
         unchanged = self._render(marked[:last_index], tools) + marked[last_index]["content"]
         rendered = self._render(marked, tools)
         if rendered.startswith(unchanged):
-            new_ids = self._encode(rendered[len(unchanged) :], text_mark)
+            new_clips = filter(is_clip, last_observation.images)
+            new_ids = self._encode(rendered[len(unchanged) :], text_mark, new_clips)
             stop_ids = self.processor.stop_ids
             has_ended = bool(len(last_answer)) and ids[-1] in stop_ids
             # If the answer ended with a stop id, the template must write one here, too (perhaps
@@ -235,12 +246,14 @@ class Renderer:
                 grids = self._grids(_images(observations[:-1]))
                 return np.concatenate(parts), np.concatenate([grids, new_grids])
         rewritten: list[int] = []
+        images = _images(observations)
+        clips = filter(is_clip, images)
         for piece in re.split(f"([{''.join(reply_marks)}])", rendered):
             if piece in reply_marks:
                 rewritten += answers[reply_marks.index(piece)][1]
             else:
-                rewritten += self._encode(piece, text_mark)
-        return self._expand(rewritten, _images(observations))
+                rewritten += self._encode(piece, text_mark, clips)
+        return self._expand(rewritten, images)
 
     def thoughts(self, answer: np.ndarray) -> Thoughts:
         """Find the thoughts of an answer, int32 [R].
@@ -378,52 +391,36 @@ class Renderer:
     ) -> str:
         options = {"add_generation_prompt": True} | self._options | options
         rendered = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, **options
+            list(map(with_video_parts, messages)),
+            tools=list(tools) or None,
+            tokenize=False,
+            **options,
         )
         assert isinstance(rendered, str)
         return rendered
 
     def _expand(self, ids: list[int], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int32 [P], grids int32 [len(images), 3]) of `_expand_images`."""
-        expanded, _, grids = self._expand_images(ids, images)
-        return expanded, grids
-
-    def _expand_images(
-        self, ids: list[int], images: Sequence[ImageRef]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Replace the image placeholders among the ids, one of each image, by the image's ids.
-
-        Returns:
-            (ids int32 [P], the number of them that each of `ids` became, int64, grids int32
-            [len(images), 3]).
-
-        Raises:
-            ValueError: there are more or fewer placeholders than images.
-        """
-        rendered, grids = np.asarray(ids, np.int32), self._grids(images)
-        is_image = rendered == self.processor.image_token_id
-        if int(is_image.sum()) != len(images):
-            raise ValueError(
-                f"the rendered prompt holds {int(is_image.sum())} "
-                f"{self.processor.family.image_token} for {len(images)} images: the messages do "
-                "not show each image once, or the chat template does not render them"
-            )
-        image_ids = [self.processor.image_ids(image) for image in images]
-        expanded, lengths = self.processor.image_tokens.expand(rendered, image_ids)
-        return expanded, lengths, grids
+        """Return (ids int32 [P], grids int32 [len(images), 3]) with the images' ids."""
+        return expand_images(self.processor, ids, images)[0], self._grids(images)
 
     def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
         return np.asarray([self.processor.grid(image) for image in images], np.int32).reshape(
             len(images), 3
         )
 
-    def _encode(self, rendered: str, mark: str) -> list[int]:
-        """Encode a rendered text.
+    def _encode(
+        self, rendered: str, mark: str, clips: Iterator[ImageRef] | None = None
+    ) -> list[int]:
+        """Encode a rendered text, with the times of the clips that it shows.
+
+        `clips` are those of the conversation that no earlier text has shown.
 
         With a mark, the special tokens are those of the template alone. The text between them is
         encoded without the marks, and as text even where it then spells a special token.
         """
         rendered = self.processor.image_tokens.with_placeholders(rendered)
+        if clips is not None and self.processor.video_token:
+            rendered = with_video_texts(self.processor, rendered, clips)
         if not mark:
             return list(self._encode_plain(rendered))
         ids: list[int] = []
@@ -505,7 +502,7 @@ def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {
-            key: item if key in ("type", "image", "image_url") else _map_texts(item, change)
+            key: item if key in _UNCHANGED_KEYS else _map_texts(item, change)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):

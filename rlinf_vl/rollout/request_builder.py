@@ -147,7 +147,7 @@ class RequestBuilder:
             images = last_request.images + observation.images
             request = Request(ids, images, grids, last_request.sampling, (seed,), session)
             tokens_left = self.seq_length - state.tokens(
-                request, self.renderer.processor.image_token_id
+                request, self.renderer.processor.placeholder_ids
             )
             sampling = replace(last_request.sampling, max_new_tokens=min(answer_limit, tokens_left))
             return replace(request, sampling=sampling)
@@ -219,8 +219,9 @@ def _conversation_end(conversation: Observation, m: int, p: int, n_characters: i
     images = {image.url: image for image in conversation.images}
     remaining: list[ImageRef] = []
     for message in messages:
-        urls = [part["image_url"]["url"] for part in _parts(message) if "image_url" in part]
-        remaining += [images[url] for url in urls]
+        for part in _parts(message):
+            if image := part.get("image_url") or part.get("video_url"):
+                remaining.append(images[image["url"]])
     return Observation(tuple(messages), tuple(remaining))
 
 

@@ -24,6 +24,7 @@ from rlinf_vl.types import (
     Request,
     Sample,
     SamplingParams,
+    TokenIds,
     TokenSequence,
     Trajectory,
     Turn,
@@ -101,7 +102,7 @@ class RolloutState:
             prompt_length: the number of the sequence's first tokens that were not sampled now.
         """
         processor.image_tokens.assert_placed(sequence)
-        shared = self._shared_lengths(sequence, processor.image_token_id)
+        shared = self._shared_lengths(sequence, processor.placeholder_ids)
         self.distinct_tokens += len(sequence.ids) - max(shared, default=0)
         # The earlier sequences with which the prompt begins; this one extends the last of them. One
         # that is equal beyond the prompt was sampled apart, and its tokens count for themselves.
@@ -125,24 +126,26 @@ class RolloutState:
             self.sequences[number] = sequence
         self.turns.append(replace(turn, sequence=number))
 
-    def tokens(self, request: Request, image_token_id: int) -> int:
+    def tokens(self, request: Request, placeholder_ids: TokenIds) -> int:
         """Return the length of the trajectory with this request's prompt, in tokens.
 
         A prefix that several sequences share counts once.
         """
-        return self.distinct_tokens + len(request.ids) - self.shared_tokens(request, image_token_id)
+        return (
+            self.distinct_tokens + len(request.ids) - self.shared_tokens(request, placeholder_ids)
+        )
 
-    def shared_tokens(self, request: Request, image_token_id: int) -> int:
+    def shared_tokens(self, request: Request, placeholder_ids: TokenIds) -> int:
         """Return how many of a request's tokens the trajectory has already."""
         no_sample = Sample(
             np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), ""
         )
         prompt = TokenSequence.of_sample(request, no_sample)
-        return max(self._shared_lengths(prompt, image_token_id), default=0)
+        return max(self._shared_lengths(prompt, placeholder_ids), default=0)
 
-    def _shared_lengths(self, sequence: TokenSequence, image_token_id: int) -> list[int]:
+    def _shared_lengths(self, sequence: TokenSequence, placeholder_ids: TokenIds) -> list[int]:
         """Return how many tokens a sequence shares with each of those so far."""
-        return [earlier.shared_length(sequence, image_token_id) for earlier in self.sequences]
+        return [earlier.shared_length(sequence, placeholder_ids) for earlier in self.sequences]
 
     @property
     def answer(self) -> np.ndarray:
@@ -266,7 +269,7 @@ class RolloutGroup:
             episode.request, episode.sample_index = request, index
 
     def finished(
-        self, group_id: str, image_token_id: int, *, logprobs: bool, reward_min: float
+        self, group_id: str, placeholder_ids: TokenIds, *, logprobs: bool, reward_min: float
     ) -> Group:
         """Return the group of the finished trajectories.
 
@@ -283,7 +286,7 @@ class RolloutGroup:
         return Group(
             group_id,
             self.problem.id,
-            shared_prefix(trajectories, image_token_id),
+            shared_prefix(trajectories, placeholder_ids),
             tuple(trajectories),
             self.problem.answer,
             self.corrupted_images.by_hash if self.corrupted_images else {},

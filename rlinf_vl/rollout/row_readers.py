@@ -62,8 +62,8 @@ class RowReader:
                     stored.append(group)
                     continue
                 reference, size = self._store.put(group)
-                image_token = self._demonstrations.image_token_id
-                stored.append((GroupSummary.of(group, image_token, size), reference))
+                placeholder_ids = self._demonstrations.placeholder_ids
+                stored.append((GroupSummary.of(group, placeholder_ids, size), reference))
         return stored
 
     def release(self, group_ids: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from rlinf_vl.types.problem import (
     ImageRef,
     Message,
     Problem,
+    TokenIds,
 )
 from rlinf_vl.types.summary import GroupSummary, TrajectorySummary
 from rlinf_vl.types.training import MicroBatch, Prices, RowPart
@@ -33,6 +34,6 @@ from rlinf_vl.types.trajectory import (
 __all__ = [
     "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary",
     "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Reference",
-    "Request", "RowPart", "Sample", "SamplingParams", "TokenSequence", "Trajectory",
+    "Request", "RowPart", "Sample", "SamplingParams", "TokenIds", "TokenSequence", "Trajectory",
     "TrajectorySummary", "Turn", "UNGRADABLE", "distinct_tokens", "shared_prefix",
 ]  # fmt: skip

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: A chat message in OpenAI's form: {"role": str, "content": str | list of parts}; a part is
-#: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
+#: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}; a
+#: video's is {"type": "video_url", "video_url": {"url": …}}.
 Message = dict[str, Any]
 #: The allowed values of a message's "role".
 ROLES = ("system", "user", "assistant", "tool")
@@ -18,8 +19,10 @@ UNGRADABLE = "ungradable"
 MAX_LABEL, MAX_LABELS = 64, 16
 #: URL scheme under which a message names an `ImageRef` of its problem.
 IMAGE_URL_PREFIX = "image://"
-#: (t, h, w) of an image in patches.
+#: (t, h, w) of an image or a video in patches.
 Grid = tuple[int, int, int]
+#: A token id, or several.
+TokenIds = int | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlinf_vl.types.group import Group
-from rlinf_vl.types.problem import UNGRADABLE
+from rlinf_vl.types.problem import UNGRADABLE, TokenIds
 from rlinf_vl.types.trajectory import Trajectory, distinct_tokens
 
 
@@ -37,13 +37,13 @@ class TrajectorySummary:
 
     @classmethod
     def of(
-        cls, trajectory: Trajectory, prefix_length: int, image_token_id: int
+        cls, trajectory: Trajectory, prefix_length: int, placeholder_ids: TokenIds
     ) -> "TrajectorySummary":
         """Summarize a trajectory of a group whose sequences share `prefix_length` tokens."""
         reward_parts = dict(trajectory.reward_parts)
         ungradable = reward_parts.pop(UNGRADABLE, None) is not None
         return cls(
-            tokens=distinct_tokens(trajectory.sequences, image_token_id) or prefix_length,
+            tokens=distinct_tokens(trajectory.sequences, placeholder_ids) or prefix_length,
             response_tokens=trajectory.n_response_tokens,
             reward=float(trajectory.reward),
             correct=bool(trajectory.correct),
@@ -96,8 +96,8 @@ class GroupSummary:
         return [trajectory for trajectory in self.trajectories if trajectory.error is None]
 
     @classmethod
-    def of(cls, group: Group, image_token_id: int, object_bytes: int = 0) -> "GroupSummary":
-        """Summarize a group; `image_token_id` is the id of image placeholders."""
+    def of(cls, group: Group, placeholder_ids: TokenIds, object_bytes: int = 0) -> "GroupSummary":
+        """Summarize a group; `placeholder_ids` are the ids of image placeholders."""
         versions = np.concatenate(
             [np.zeros(0, np.int32), *(s.versions[s.loss_mask] for s in group.sequences)]
         )
@@ -109,7 +109,7 @@ class GroupSummary:
             problem_id=group.problem_id,
             prompt_tokens=group.prefix_length,
             trajectories=tuple(
-                TrajectorySummary.of(trajectory, group.prefix_length, image_token_id)
+                TrajectorySummary.of(trajectory, group.prefix_length, placeholder_ids)
                 for trajectory in group.trajectories
             ),
             min_version=int(versions.min()) if versions.size else -1,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.types.engine import Request, Sample
-from rlinf_vl.types.problem import Grid, ImageRef
+from rlinf_vl.types.problem import Grid, ImageRef, TokenIds
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,7 +76,7 @@ class TokenSequence:
             self, images=tuple((images.get(image.hash, image), grid) for image, grid in self.images)
         )
 
-    def shared_length(self, sequence: "TokenSequence", image_token_id: int) -> int:
+    def shared_length(self, sequence: "TokenSequence", placeholder_ids: TokenIds) -> int:
         """Return the length of the longest common prefix of two sequences, in tokens.
 
         Placeholders are common only if their images are equal, and an image is common as a whole or
@@ -94,30 +94,30 @@ class TokenSequence:
                 # ends before the first placeholder of image k. An image has as many placeholders
                 # as patches, up to one constant factor.
                 patches = np.cumsum([0, *(math.prod(grid) for _, grid in self.images)])
-                placeholders = np.flatnonzero(self.ids == image_token_id)
+                placeholders = np.flatnonzero(np.isin(self.ids, placeholder_ids))
                 return min(n, int(placeholders[len(placeholders) * patches[k] // patches[-1]]))
         return n
 
 
-def distinct_tokens(sequences: Sequence[TokenSequence], image_token_id: int) -> int:
+def distinct_tokens(sequences: Sequence[TokenSequence], placeholder_ids: TokenIds) -> int:
     """Return the number of tokens in the prefix tree of `sequences`.
 
     Each sequence adds the tokens behind its longest prefix shared with an earlier one.
     """
     total = 0
     for j, sequence in enumerate(sequences):
-        shared = (sequence.shared_length(earlier, image_token_id) for earlier in sequences[:j])
+        shared = (sequence.shared_length(earlier, placeholder_ids) for earlier in sequences[:j])
         total += len(sequence.ids) - max(shared, default=0)
     return total
 
 
-def shared_prefix(trajectories: "Sequence[Trajectory]", image_token_id: int) -> int:
+def shared_prefix(trajectories: "Sequence[Trajectory]", placeholder_ids: TokenIds) -> int:
     """Return the length of the prefix that all sequences share and that lies within every first
     prompt, in tokens; 0 without any."""
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     lengths = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
     for sequence in sequences[1:]:
-        lengths.append(sequences[0].shared_length(sequence, image_token_id))
+        lengths.append(sequences[0].shared_length(sequence, placeholder_ids))
     return min(lengths, default=0)
 
 

@@ -114,7 +114,7 @@ def step(checkpoint: Path, overrides: list[str]):
     trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
     demonstrations = Demonstrations(config, folder)
     groups = [demonstrations.group("train", row, f"g{row}") for row in range(N)]
-    summaries = [GroupSummary.of(g, demonstrations.image_token_id) for g in groups]
+    summaries = [GroupSummary.of(g, demonstrations.placeholder_ids) for g in groups]
     plan = plan_of(1, summaries, config, SimpleNamespace(data_size=ranks, prices=Prices()))
     ((mini),) = [by_rank[mesh.data_rank] for by_rank in plan.minibatches]
     mine = {item.group: groups[item.group] for items in mini.micro_batches for item in items}

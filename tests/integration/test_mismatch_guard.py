@@ -68,7 +68,7 @@ def sampled_groups(folder, *, blind=False, stale=False) -> list[Group]:
 
 
 def verdict(trainer, groups):
-    summaries = [GroupSummary.of(g, image_token_id=-1) for g in groups]
+    summaries = [GroupSummary.of(g, placeholder_ids=-1) for g in groups]
     items = pick(summaries)
     assert len(items) == 6
     plan = plan_micro_batches(items, ranks=1, budget=200)

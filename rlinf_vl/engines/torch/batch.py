@@ -184,7 +184,7 @@ class Batch:
 
     def cached_prefix(self, session: str, request: Request) -> CachedPrefix | None:
         """Return the part of the session's cache entry that the request begins with, or None."""
-        return self.sessions.find(session, request, self.image_tokens.id)
+        return self.sessions.find(session, request, self.image_tokens.placeholder_ids)
 
     def _append(
         self,

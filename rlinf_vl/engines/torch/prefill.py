@@ -49,10 +49,11 @@ def prefill(
         np.int64
     )
     positions = [
-        family.positions(r.ids.astype(np.int64), r.image_grids, image_tokens) for r in requests
+        family.positions(r.ids.astype(np.int64), r.image_grids, image_tokens.with_times(r.images))
+        for r in requests
     ]
     image_positions = (
-        None if features is None else on_device(np.flatnonzero(ids == image_tokens.id), device)
+        None if features is None else on_device(np.flatnonzero(image_tokens.mask(ids)), device)
     )
     lengths = [len(r.ids) - n for r, n in zip(requests, starts, strict=True)]
     runs = None
@@ -78,8 +79,9 @@ def prefill(
         image_positions,
         routing,
     )
-    # The next position follows the largest one: an image takes fewer positions than placeholders.
-    next_positions = torch.tensor([int(p[1:].max()) + 1 for p in positions], device=device)
+    # The next position follows the last token's: an image takes fewer positions than placeholders,
+    # and a long video has later ones than the text behind it.
+    next_positions = torch.tensor([int(p[1:, -1].max()) + 1 for p in positions], device=device)
     return hidden[on_device(np.cumsum(lengths) - 1, device)], next_positions, context
 
 

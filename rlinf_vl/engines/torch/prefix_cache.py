@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlinf_vl.types import Request
+from rlinf_vl.types import Request, TokenIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class CachedPrefix:
         ids = np.concatenate([request.ids, np.asarray(sampled, np.int32)])
         return cls(ids, tuple(image.hash for image in request.images), parts, states, columns or {})
 
-    def reusable_for(self, request: Request, image_token_id: int) -> "CachedPrefix | None":
+    def reusable_for(self, request: Request, placeholder_ids: TokenIds) -> "CachedPrefix | None":
         """Return the longest part of this entry that the request begins with, or None.
 
         The part ends before the first difference, for example where the history of an episode
@@ -66,7 +66,7 @@ class CachedPrefix:
         n = int(differing[0]) if len(differing) else n
         # Placeholders lie in image order, as many per image as it has merged patches, so the share
         # of patches before an image is the share of placeholders before it.
-        placeholders = np.flatnonzero(request.ids == image_token_id)
+        placeholders = np.flatnonzero(np.isin(request.ids, placeholder_ids))
         patches = np.cumsum([0, *request.image_grids.prod(axis=1)])
         starts = (
             placeholders[len(placeholders) * patches[:-1] // patches[-1]]
@@ -128,11 +128,11 @@ class PrefixCache:
         """Drop all entries. The sessions stay open."""
         self.shrink(0)
 
-    def find(self, name: str, request: Request, image_token_id: int) -> CachedPrefix | None:
+    def find(self, name: str, request: Request, placeholder_ids: TokenIds) -> CachedPrefix | None:
         """Return the part of a session's entry that the request begins with, or None."""
         with self._lock:
             entry = self._entries.get(name)
-        return None if entry is None else entry.reusable_for(request, image_token_id)
+        return None if entry is None else entry.reusable_for(request, placeholder_ids)
 
     def put(self, name: str, entry: CachedPrefix) -> None:
         """Replace the entry of a session, unless it has ended."""

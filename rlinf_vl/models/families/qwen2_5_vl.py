@@ -10,6 +10,7 @@ import numpy as np
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
 from rlinf_vl.models.family import Forward, VisionFeatures, text_forward
 from rlinf_vl.models.shapes import prices
+from rlinf_vl.models.video_processor import Qwen2Videos
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +113,7 @@ FAMILY = replace(
     layers=layers,
     text_forward=text_forward,
     encode_images=encode_images,
+    videos=Qwen2Videos,
     prices=partial(prices, tower_products=3),
     engine_names=engine_names,
     engine_limits=engine_limits,

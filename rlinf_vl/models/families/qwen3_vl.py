@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlinf_vl.models.family import Family, Forward, VisionFeatures, text_forward
+from rlinf_vl.models.video_processor import Qwen3Videos
 
 if TYPE_CHECKING:
     import torch
@@ -81,4 +82,5 @@ FAMILY = Family(
     layers=partial(layers_of, "Qwen3VL"),
     text_forward=deepstack_text_forward,
     encode_images=encode_images,
+    videos=Qwen3Videos,
 )

@@ -10,14 +10,14 @@ import pytest
 from figures import keep
 from many_images import MOST, differences, ratio
 from plain_step import Mixtures
-from sglang_toy import Toy, engine_of
+from sglang_toy import Toy, engine_of, write_member
 from tiny import tiny_model
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import save_model, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.toy.files import special_ids, write_toy_files
+from rlinf_vl.toy.files import write_toy_files
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 5e-5
@@ -48,32 +48,6 @@ PARTS = {
 }
 
 
-def write_member(family, path):
-    """A checkpoint with random weights, and the toy's tokenizer and image processor."""
-    ids, sizes = special_ids(), SIZES[family]
-    text = {"vocab_size": max(ids.values()) + 6, "max_position_embeddings": 4096}
-    text |= {"pad_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]} | sizes[
-        "text"
-    ]
-    model = tiny_model(
-        5, family == "qwen3", family=family, text=text, vision=sizes.get("vision", {})
-    )
-    write_toy_files(path)
-    if "vision" in sizes:
-        for key, token in (
-            ("image_token_id", "<|image_pad|>"),
-            ("video_token_id", "<|video_pad|>"),
-            ("vision_start_token_id", "<|vision_start|>"),
-            ("vision_end_token_id", "<|vision_end|>"),
-        ):
-            setattr(model.config, key, ids[token])
-        for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
-            written = json.loads((path / name).read_text())
-            written["patch_size"] = sizes["vision"]["patch_size"]
-            (path / name).write_text(json.dumps(written))
-    model.save_pretrained(path)
-
-
 @pytest.fixture(scope="module", params=["qwen3_vl", *SIZES])
 def member(request, tmp_path_factory):
     """A checkpoint, and the engine on it: of qwen3_vl those of the whole folder."""
@@ -84,7 +58,7 @@ def member(request, tmp_path_factory):
     made = Toy(
         tmp_path_factory.mktemp(request.param),
         family,
-        lambda path: write_member(request.param, path),
+        lambda path: write_member(request.param, SIZES[request.param], path),
     )
     engine = engine_of(
         made, context_length=1024, report_routes=family.mixture(made.model.config) is not None

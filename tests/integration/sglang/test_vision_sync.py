@@ -55,7 +55,7 @@ def sampled(engine, toy, **sampling) -> list[Group]:
 
 def minibatch(groups) -> RankMiniBatch:
     """All trajectories, for a single rank."""
-    summaries = [GroupSummary.of(group, image_token_id=-1) for group in groups]
+    summaries = [GroupSummary.of(group, placeholder_ids=-1) for group in groups]
     items = [
         item_of(g, i, s) for g, s in enumerate(summaries) for i in range(len(values(s, "tokens")))
     ]

@@ -126,7 +126,7 @@ def summary(
     shown = tuple((ImageRef.of(bytes([byte]) * 50), (1, 1, 1)) for byte in images)
     seeing = (replace(t, sequences=(replace(t.sequences[0], images=shown),)) for t in trajectories)
     return GroupSummary.of(
-        Group(name, name, 5, tuple(seeing)), image_token_id=-1, object_bytes=object_bytes
+        Group(name, name, 5, tuple(seeing)), placeholder_ids=-1, object_bytes=object_bytes
     )
 
 

@@ -720,7 +720,7 @@ def test_what_the_engine_samples_in_two_turns_the_trainers_model_scores_alike(to
 def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earlier_ones():
     """Loss tokens keep those they were sampled with, also where an engine computed them again, under newer weights."""
     state = RolloutState(PROBLEM, 0)
-    nowhere = SimpleNamespace(image_token_id=99, image_tokens=ImageTokens(99))
+    nowhere = SimpleNamespace(placeholder_ids=(99,), image_tokens=ImageTokens(99))
     for prompt, answer, first in (([5, 6, 7], [8, 9], 10), ([5, 6, 7, 8, 9, 3], [4, 1], 40)):
         n = len(answer)
         routes = np.arange(first, first + len(prompt) + n, dtype=np.uint8)[:, None].repeat(
