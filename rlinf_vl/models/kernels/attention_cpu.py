@@ -59,6 +59,7 @@ class _Part:
         real_keys: for a batch, the same of its keys.
         mask: [n, 1, 1|L, U], -inf for keys that a query does not see, else 0; None for no such
             keys, or only those that causal attention leaves out.
+        sequences: for slices, how many sequences of equal lengths lie in them, end to end.
     """
 
     rows: torch.Tensor | slice
@@ -67,17 +68,21 @@ class _Part:
     real: torch.Tensor | None = None
     real_keys: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    sequences: int = 1
 
 
 class FlashCpu:
     """PyTorch's flash attention for the CPU.
 
-    Sequences of up to `BATCHED` queries whose numbers of keys lie within a factor `SLACK` are
-    attended as one right-padded batch. A longer sequence gets its own call, which needs no copies.
-    Within a window, each `CHUNK` queries have a call, with the keys that they see.
+    Neighbours of equal lengths, such as images of one size, are attended as one batch, which is a
+    view of their rows. Of others, sequences of up to `BATCHED` queries whose numbers of keys lie
+    within a factor `SLACK` are attended as one right-padded batch. A longer sequence gets its own
+    call. Views need no copies. Within a window, each `CHUNK` queries have a call, with the keys
+    that they see.
     """
 
     BATCHED, SLACK = 32, 1.3  # measured
+    EQUAL = 1 << 20  # longest sequences that are attended as a batch of equal lengths
     CHUNK = 256
     batches_sequences = False
 
@@ -92,13 +97,18 @@ class FlashCpu:
         """Sort the sequences by their number of keys, and batch short ones of similar numbers."""
         # Windows are masks, and the operator takes no mask if it is causal.
         self.causal, self.window = causal and window is None, window
-        spans = _Spans(cu_q[:-1], np.diff(cu_q), cu_k[:-1], np.diff(cu_k))
+        self.parts: list[_Part] = []
+        n_queries, n_keys = np.diff(cu_q), np.diff(cu_k)
+        spans = _Spans(cu_q[:-1], n_queries, cu_k[:-1], n_keys)
         if window is not None:
             spans = spans.within(window, self.CHUNK)
+        elif _all_equal(n_queries) and _all_equal(n_keys) and n_queries[0] <= self.EQUAL:
+            rows, keys = (slice(int(cu[0]), int(cu[-1])) for cu in (cu_q, cu_k))
+            self.parts.append(_Part(rows, keys, sequences=len(n_queries)))
+            return
         nonempty = np.flatnonzero(spans.queries)
         is_short = spans.queries[nonempty] <= self.BATCHED
         order = nonempty[np.lexsort((-spans.keys[nonempty], is_short))]
-        self.parts: list[_Part] = []
         # `order` has the long sequences first, each part's by falling number of keys: a batch is a
         # run of neighbours in it.
         first = 0
@@ -128,17 +138,19 @@ class FlashCpu:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         for part in self.parts:
             attended, part_lse = _flash_cpu(
-                _heads(q, part.rows),
-                _heads(k, part.keys),
-                _heads(v, part.keys),
+                _heads(q, part.rows, part.sequences),
+                _heads(k, part.keys, part.sequences),
+                _heads(v, part.keys, part.sequences),
                 0.0,
                 self.causal,
                 attn_mask=part.mask,
                 scale=scale,
             )
-            # One unpadded sequence is the whole layout: its result needs no copy.
-            if len(self.parts) == 1 and part.real is None:
-                return attended[0].transpose(0, 1), part_lse[0].t()
+            # One batch without padding is the whole layout: its result needs no copy.
+            if len(self.parts) == 1 and isinstance(part.rows, slice):
+                return attended.transpose(1, 2).flatten(0, 1), part_lse.transpose(1, 2).flatten(
+                    0, 1
+                )
             _put(out, part.rows, part.real, attended.transpose(1, 2))
             _put(lse, part.rows, part.real, part_lse.transpose(1, 2))
         return out, lse
@@ -152,10 +164,10 @@ class FlashCpu:
             part_grad, part_lse = _heads_of_queries(grad, lse, part)
             part_dq, part_dk, part_dv = _flash_cpu_backward(
                 part_grad,
-                _heads(q, part.rows),
-                _heads(k, part.keys),
-                _heads(v, part.keys),
-                _heads(out, part.rows),
+                _heads(q, part.rows, part.sequences),
+                _heads(k, part.keys, part.sequences),
+                _heads(v, part.keys, part.sequences),
+                _heads(out, part.rows, part.sequences),
                 part_lse.squeeze(3),
                 0.0,
                 self.causal,
@@ -185,7 +197,7 @@ class AmxCpu(FlashCpu):
     backward is up to 4 times slower than its float32 one, which in turn is slower than this.
     """
 
-    BATCHED = 128
+    BATCHED = EQUAL = 128  # the scores of a whole batch exist at once
 
     def backward(self, grad, q, k, v, out, lse, scale):
         # Per call, with p = exp(scale · q kᵀ - lse) and Δ = rowsum(dO · O):
@@ -197,8 +209,12 @@ class AmxCpu(FlashCpu):
         for part in self.parts:
             part_grad, part_lse = _heads_of_queries(grad, lse, part)
             g, s = _by_key_head(part_grad, kv_heads), _by_key_head(part_lse, kv_heads)
-            queries, d = (_by_key_head(_heads(x, part.rows), kv_heads) for x in (q, delta))
-            k_part, v_part = (_by_key_head(_heads(x, part.keys), kv_heads) for x in (k, v))
+            queries, d = (
+                _by_key_head(_heads(x, part.rows, part.sequences), kv_heads) for x in (q, delta)
+            )
+            k_part, v_part = (
+                _by_key_head(_heads(x, part.keys, part.sequences), kv_heads) for x in (k, v)
+            )
             # baddbmm subtracts the log-sum-exp in the pass of the product.
             with bfloat16_products(q):
                 p = torch.baddbmm(
@@ -212,12 +228,20 @@ class AmxCpu(FlashCpu):
                 by_query.masked_fill_(part.mask.isinf(), 0.0)
             p = p.to(q.dtype)
             ds = p * torch.baddbmm(d, g, v_part.transpose(1, 2), beta=-1, alpha=scale)
-            _put(dq, part.rows, part.real, _by_row(torch.bmm(ds, k_part), dq, part.rows))
-            part_dk = torch.bmm(ds.transpose(1, 2), queries)
-            part_dv = torch.bmm(p.transpose(1, 2), g)
-            put(dk, part.keys, part.real_keys, _by_row(part_dk, dk, part.keys))
-            put(dv, part.keys, part.real_keys, _by_row(part_dv, dv, part.keys))
+            values = (
+                (_put, dq, part.rows, part.real, torch.bmm(ds, k_part)),
+                (put, dk, part.keys, part.real_keys, torch.bmm(ds.transpose(1, 2), queries)),
+                (put, dv, part.keys, part.real_keys, torch.bmm(p.transpose(1, 2), g)),
+            )
+            for put_values, x, rows, real, by_key_head in values:
+                by_row = _by_row(by_key_head, x.shape[1], part.sequences, rows)
+                put_values(x, rows, real, by_row)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _all_equal(lengths: np.ndarray) -> bool:
+    """Return whether there are sequences, none of them empty, and all have one length."""
+    return bool(len(lengths) and lengths[0] and (lengths == lengths[0]).all())
 
 
 def _padded(
@@ -255,13 +279,14 @@ def _by_key_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.reshape(len(x) * kv_heads, -1, x.shape[-1])
 
 
-def _heads(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+def _heads(x: torch.Tensor, rows: torch.Tensor | slice, sequences: int) -> torch.Tensor:
     """Take rows as heads: [T, H, D] → [n, H, L, D].
 
-    The result is a view where `rows` is a slice, and gathered where it is an index [n, L].
+    The result is a view where `rows` is a slice of so many sequences, and gathered where it is an
+    index [n, L].
     """
     if isinstance(rows, slice):
-        return x[rows].transpose(0, 1).unsqueeze(0)
+        return x[rows].unflatten(0, (sequences, -1)).transpose(1, 2)
     return x.index_select(0, rows.view(-1)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
@@ -272,7 +297,7 @@ def _heads_of_queries(
 
     Padding has gradient 0 and log-sum-exp inf, so that p = exp(s - inf) = 0.
     """
-    g, s = _heads(grad, part.rows), _heads(lse.unsqueeze(2), part.rows)
+    g, s = (_heads(x, part.rows, part.sequences) for x in (grad, lse.unsqueeze(2)))
     if part.padding is not None:
         g, s = g.masked_fill(part.padding, 0.0), s.masked_fill(part.padding, torch.inf)
     return g, s
@@ -300,7 +325,9 @@ def _add(
         x.index_add_(0, rows.view(-1)[real], values.index_select(0, real).to(x.dtype))
 
 
-def _by_row(values: torch.Tensor, x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-    """Undo the grouping of `_by_key_head` of a part's rows of x [T, H, D] → [n, L, H, D]."""
-    length = rows.stop - rows.start if isinstance(rows, slice) else rows.shape[1]
-    return values.view(-1, x.shape[1], length, x.shape[2]).transpose(1, 2)
+def _by_row(
+    values: torch.Tensor, n_heads: int, sequences: int, rows: torch.Tensor | slice
+) -> torch.Tensor:
+    """Undo the grouping of `_by_key_head`: [n · H_kv, H / H_kv · L, D] → [n, L, H, D]."""
+    n = sequences if isinstance(rows, slice) else len(rows)
+    return values.view(n, n_heads, -1, values.shape[-1]).transpose(1, 2)

@@ -73,6 +73,7 @@ def inputs(tokens, heads, kv_heads, scale=1.0, dtype=torch.float32):
 ROWS = {
     "one segment": ([7], [-1]),
     "alone": ([5, 1, 9, 40], [-1] * 4),
+    "alone, of one length": ([40] * 3, [-1] * 3),
     "one group": ([6, 3, 1, 8], [-1, 0, 0, 0]),
     "groups and others": ([6, 3, 4, 11, 5, 2, 2, 13], [-1, 0, 0, -1, -1, 4, 4, -1]),
     "an empty response": ([6, 3, 0, 8, 2, 0], [-1, 0, 0, -1, -1, 4]),
@@ -235,7 +236,9 @@ def test_bfloat16_is_as_close_as_bfloat16_allows(row, kernel, kv_heads):
         assert (a.float() - b).norm() <= 0.01 * against.norm() + 1e-3
 
 
-@pytest.mark.parametrize("lengths", [[6, 3, 40], [10, 9, 8, 40, 11, 9], [4] * 5], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[6, 3, 40], [10, 9, 8, 40, 11, 9], [4] * 5, [140] * 2], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_token_of_an_image_sees_the_whole_image(dtype, lengths):
     q, k, v = inputs(sum(lengths), 4, 4, dtype=dtype)
