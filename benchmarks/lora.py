@@ -82,8 +82,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
-    join_ranks("cpu")
-    mesh, figures = Mesh.make("cpu"), {"shape": arguments.shape, "rank": arguments.rank}
+    figures = {"shape": arguments.shape, "rank": arguments.rank}
     table = Table("", "trained", "weights, MB", "optimizer, MB", "checkpoint, MB", "a sync, MB")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
@@ -93,6 +92,8 @@ def main() -> None:
             model = toy_checkpoint_path()
         else:
             write_model(model, arguments.shape)
+        join_ranks("cpu")
+        mesh = Mesh.make("cpu")
         for way, overrides in WAYS.items():
             if way.endswith("nf4") and importlib.util.find_spec("bitsandbytes") is None:
                 continue

@@ -25,7 +25,7 @@ class Toy:
 
     def __init__(self, path, family=FAMILY, make=None):
         """`make`: writes the checkpoint; None: the toy's."""
-        from rlinf_vl.toy.model import build_toy_checkpoint
+        from rlinf_vl.local.warm_start import build_toy_checkpoint
 
         (make or partial(build_toy_checkpoint, progress=False, steps=1))(path)
         self.path = str(path)

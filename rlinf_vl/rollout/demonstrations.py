@@ -15,6 +15,7 @@ from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.data.unusable import PROMPT_UNUSABLE, BadRow, RowError, kind_and_reason
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.rollout.row_check import processor_of, renderer_of
 from rlinf_vl.types import Group, Message, Problem, TokenSequence, Trajectory, Turn
 
@@ -54,10 +55,7 @@ class Demonstrations:
         Raises:
             RowError: the row can't be read or rendered.
         """
-        problem = self.datasets[split][row]
-        trajectory = self.trajectory(problem)
-        prompt = trajectory.turns[0].start
-        return Group(name, problem.id, prompt, (trajectory,), problem.answer, labels=problem.labels)
+        return imitated_group(self._renderer, self.datasets[split][row], name)
 
     def groups(self, split: str, rows: Mapping[str, int]) -> Iterator[Group | BadRow]:
         """Yield the conversation of each row, by the name of its group; for one that can't be read
@@ -69,41 +67,6 @@ class Demonstrations:
             except Exception as error:
                 kind, reason = kind_and_reason(error)
                 yield BadRow(kind, self.datasets[split].row_id(row), reason)
-
-    def trajectory(self, problem: Problem) -> Trajectory:
-        """Return a problem whose messages are a whole conversation as a trajectory.
-
-        Raises:
-            RowError: the chat template does not render it.
-        """
-        imitated = [i for i, message in enumerate(problem.messages) if message.get("weight")]
-        # Nothing is learned from what comes after the last answer to imitate.
-        messages = [_plain(message) for message in problem.messages[: imitated[-1] + 1]]
-        n_images = sum(
-            part["type"] in ("image_url", "video_url")
-            for message in messages
-            if message["role"] != "assistant"
-            for part in message["content"]
-        )
-        images = problem.images[:n_images]
-        try:
-            ids, spans, grids = self._renderer.conversation(messages, images, imitated)
-        except ValueError as error:
-            raise RowError(problem.id, PROMPT_UNUSABLE, str(error)) from error
-        mask = np.zeros(len(ids), bool)
-        turns = []
-        for start, end in spans:
-            mask[start:end] = True
-            turns.append(Turn(0, start, end, "stop", 0.0))
-        image_grids = [(t, h, w) for t, h, w in grids.tolist()]
-        sequence = TokenSequence(
-            ids,
-            mask,
-            logprobs=None,
-            versions=np.full(len(ids), -1, np.int32),
-            images=tuple(zip(images, image_grids, strict=True)),
-        )
-        return Trajectory((sequence,), tuple(turns), 0.0, {}, "stop")
 
     def check(
         self,
@@ -119,7 +82,7 @@ class Demonstrations:
         """
 
         def length(row: int, problem: Problem) -> int:
-            n_tokens = len(self.trajectory(problem).sequences[0].ids)
+            n_tokens = len(imitated_trajectory(self._renderer, problem).sequences[0].ids)
             see(row, problem, n_tokens)
             return n_tokens
 
@@ -130,6 +93,53 @@ class Demonstrations:
             image_only=self._data.image_only_mode,
             level_key=self._data.curriculum_key,
         )
+
+
+def imitated_group(renderer: Renderer, problem: Problem, name: str) -> Group:
+    """Return a problem whose messages are a whole conversation as the group of this name.
+
+    Raises:
+        RowError: the chat template does not render it.
+    """
+    trajectory = imitated_trajectory(renderer, problem)
+    prompt = trajectory.turns[0].start
+    return Group(name, problem.id, prompt, (trajectory,), problem.answer, labels=problem.labels)
+
+
+def imitated_trajectory(renderer: Renderer, problem: Problem) -> Trajectory:
+    """Return a problem whose messages are a whole conversation as a trajectory.
+
+    Raises:
+        RowError: the chat template does not render it.
+    """
+    imitated = [i for i, message in enumerate(problem.messages) if message.get("weight")]
+    # Nothing is learned from what comes after the last answer to imitate.
+    messages = [_plain(message) for message in problem.messages[: imitated[-1] + 1]]
+    n_images = sum(
+        part["type"] in ("image_url", "video_url")
+        for message in messages
+        if message["role"] != "assistant"
+        for part in message["content"]
+    )
+    images = problem.images[:n_images]
+    try:
+        ids, spans, grids = renderer.conversation(messages, images, imitated)
+    except ValueError as error:
+        raise RowError(problem.id, PROMPT_UNUSABLE, str(error)) from error
+    mask = np.zeros(len(ids), bool)
+    turns = []
+    for start, end in spans:
+        mask[start:end] = True
+        turns.append(Turn(0, start, end, "stop", 0.0))
+    image_grids = [(t, h, w) for t, h, w in grids.tolist()]
+    sequence = TokenSequence(
+        ids,
+        mask,
+        logprobs=None,
+        versions=np.full(len(ids), -1, np.int32),
+        images=tuple(zip(images, image_grids, strict=True)),
+    )
+    return Trajectory((sequence,), tuple(turns), 0.0, {}, "stop")
 
 
 def _plain(message: Message) -> Message:

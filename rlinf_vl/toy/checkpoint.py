@@ -3,11 +3,15 @@
 Finding a checkpoint needs neither torch nor transformers, only building one does.
 """
 
+import importlib
 import os
 from pathlib import Path
 
 from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.toy import task
+
+#: Files with the recipe of the warm start, its model and its tokenizer.
+BUILDER_SOURCES = ("task.py", "files.py", "model.py", "../local/warm_start.py")
 
 
 def toy_checkpoint_path(
@@ -30,15 +34,13 @@ def toy_checkpoint_path(
         progress: whether to show a progress bar on the terminal.
     """
     # The folder's name has a hash of the sources, so that a change of them builds a new checkpoint.
-    builder_sources = (
-        str(Path(__file__).with_name(name)) for name in ("task.py", "files.py", "model.py")
-    )
+    builder_sources = (str(Path(__file__).parent / name) for name in BUILDER_SOURCES)
     version = source_version(*task.toy_of(toy).sources, *builder_sources)
     name = f"checkpoint-seed{seed}" if steps is None else f"checkpoint-seed{seed}-steps{steps}"
 
     def build(folder: Path) -> None:
-        from rlinf_vl.toy.model import build_toy_checkpoint
-
-        build_toy_checkpoint(folder, seed, progress, toy=toy, steps=steps)
+        # It trains by the loop of `rlinf-vl sft`, which imports this package: hence no plain import.
+        builder = importlib.import_module("rlinf_vl.local.warm_start")
+        builder.build_toy_checkpoint(folder, seed, progress, toy=toy, steps=steps)
 
     return build_once(cache_root(cache_dir) / f"{toy}-{version}" / name, build)

@@ -28,7 +28,7 @@ def demonstration_rows(split: Split) -> list[dict[str, Any]]:
             for kind in drawings.QUESTIONS
         ]
     steps = drawings.WARM_START_STEPS
-    # The stream of the warm start (`rlinf_vl.toy.model.warm_start`).
+    # The stream of the warm start (`rlinf_vl.local.warm_start`).
     rng = np.random.default_rng([DEFAULT_SEED, steps])
     rows = []
     for number in range(steps * drawings.TOY.batch_size):

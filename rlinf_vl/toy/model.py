@@ -1,42 +1,27 @@
-"""The toy models, built with random weights and warm-started on a task's demonstrations.
+"""The toy models, built with random weights; `rlinf_vl.local.warm_start` trains them.
 
 A toy model has one to two million parameters. Its checkpoint has the format of transformers, which
 loads it with its own classes; it is built once and reused.
 """
 
-import logging
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from rich.progress import Progress, TextColumn
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import save_model
-from rlinf_vl.toy import files, task
+from rlinf_vl.toy import files
 from rlinf_vl.toy.task import Toy
-from rlinf_vl.types import Message
 
-logger = logging.getLogger(__name__)
-
-LEARNING_RATE = 2e-3
-#: Steps in which the learning rate rises at the start, and steps in which it falls to 0 at the end.
-WARMUP_STEPS = 30
-COOLDOWN_STEPS = 80
 #: Patches along a side of the picture for which the vision tower learns positions; those of other
 #: sizes are interpolated.
 GRID = 6
@@ -161,163 +146,27 @@ def new_toy_model(toy: Toy, seed: int) -> PreTrainedModel:
     return model
 
 
-def demonstration_batch(
-    toy: Toy,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: Qwen2VLImageProcessorPil,
-    size: int,
-    rng: np.random.Generator,
-) -> dict[str, torch.Tensor]:
-    """Draw a batch of the task's demonstrations, as keyword arguments of the model's forward.
+def write_untrained(toy: Toy, folder: Path, seed: int) -> PreTrainedModel:
+    """Write a checkpoint with random weights into a folder, which is created if missing.
 
-    The ids equal those of inference on the same conversation. Sequences are padded on the right;
-    `labels` is -100 outside the answers.
+    It has weights, config, tokenizer and image settings. Returns the model.
     """
-    pictures, sequences, labels = [], [], []
-    for _ in range(size):
-        ids, targets, rendered_so_far = [], [], ""
-        new_pictures: list[np.ndarray] = []
-        messages = toy.demonstrate(rng)
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                pictures += (new_pictures := _pictures(message))
-                continue
-            # Each turn is tokenized on its own, as in inference: the sampled ids of earlier answers
-            # are kept there, and text joined over a boundary could be tokenized differently.
-            history: Any = messages[:number]  # transformers annotates messages as text only
-            rendered = str(
-                tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
-            )
-            answer = message["content"] + files.EOS_TOKEN
-            prompt_ids, answer_ids = (
-                tokenizer(text, add_special_tokens=False)["input_ids"]
-                for text in (
-                    _expanded(rendered.removeprefix(rendered_so_far), new_pictures),
-                    answer,
-                )
-            )
-            ids += prompt_ids + answer_ids
-            targets += [-100] * len(prompt_ids) + answer_ids
-            rendered_so_far = rendered + answer
-        sequences.append(torch.tensor(ids))
-        labels.append(torch.tensor(targets))
-    special = files.special_ids(toy.words)
-    input_ids = pad_sequence(sequences, batch_first=True, padding_value=special[files.PAD_TOKEN])
-    pixels = processor(pictures, return_tensors="pt")
-    return {
-        "input_ids": input_ids,
-        "attention_mask": pad_sequence(
-            [torch.ones_like(ids) for ids in sequences], batch_first=True
-        ),
-        # transformers leaves labels of -100 out of the loss.
-        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-        "mm_token_type_ids": (input_ids == special["<|image_pad|>"]).int(),
-        "pixel_values": pixels["pixel_values"],
-        "image_grid_thw": pixels["image_grid_thw"],
-    }
-
-
-def _pictures(message: Message) -> list[np.ndarray]:
-    content = message["content"]
-    return (
-        [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
-    )
-
-
-def _expanded(rendered: str, pictures: list[np.ndarray]) -> str:
-    """Repeat each picture's placeholder in the text, once for each of its image tokens."""
-    first, *following = rendered.split("<|image_pad|>")
-    side = files.PATCH_SIZE * files.MERGE_SIZE
-    counts = [picture.shape[0] * picture.shape[1] // side**2 for picture in pictures]
-    return first + "".join(
-        "<|image_pad|>" * n + text for n, text in zip(counts, following, strict=True)
-    )
-
-
-def warm_start(
-    toy: Toy,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: Qwen2VLImageProcessorPil,
-    *,
-    steps: int,
-    seed: int,
-    progress: bool,
-) -> float:
-    """Train the model in place on demonstrations.
-
-    Returns:
-        The loss of the last step: the mean over answer tokens, in nats.
-    """
-    rng = np.random.default_rng([seed, steps])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    # The learning rate rises linearly, stays at its maximum, and falls linearly to 0.
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / COOLDOWN_STEPS)
-    )
-    loss = float("nan")
-    model.train()
-    with Progress(
-        *Progress.get_default_columns(), TextColumn("{task.fields[loss]}"), disable=not progress
-    ) as bar:
-        row = bar.add_task(f"{toy.name} warm start", total=steps, loss="")
-        for _ in range(steps):
-            output = model(
-                **demonstration_batch(toy, tokenizer, processor, toy.batch_size, rng),
-                use_cache=False,
-            )
-            output.loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            loss = output.loss.item()
-            bar.update(row, advance=1, loss=f"loss {loss:.3f}")
-    model.eval()
-    return loss
-
-
-def build_toy_checkpoint(
-    out_dir: str | os.PathLike[str],
-    seed: int = task.DEFAULT_SEED,
-    progress: bool = True,
-    *,
-    toy: str = "toy",
-    steps: int | None = None,
-) -> None:
-    """Write a toy checkpoint into a folder.
-
-    It has weights, config, tokenizer, image settings and a README.
-
-    Args:
-        out_dir: the folder, created if missing.
-        seed: seed of the random weights and of the demonstrations.
-        progress: whether to show a progress bar on the terminal.
-        toy: name of the task.
-        steps: supervised steps of the warm start; None for the number of the task (half a minute on
-            one core for `toy`).
-    """
-    toy_task = task.toy_of(toy)
-    steps = toy_task.steps if steps is None else steps
-    folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_toy_files(folder, toy_task.words)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    model = new_toy_model(toy_task, seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the number of threads changes the order of sums, and so the weights
-    try:
-        loss = warm_start(
-            toy_task, model, tokenizer, processor, steps=steps, seed=seed, progress=progress
-        )
-    finally:
-        torch.set_num_threads(threads)
-    disable_progress_bar()  # transformers would show a bar for one file of 4 MB
+    files.write_toy_files(folder, toy.words)
+    model = new_toy_model(toy, seed)
     model.generation_config = GenerationConfig.from_pretrained(folder)
+    save_toy_model(model, folder)
+    return model
+
+
+def save_toy_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write weights and config."""
+    disable_progress_bar()  # transformers would show a bar for one file of 4 MB
     save_model(model, FAMILIES[model.config.model_type], folder)
-    build_facts = f"Seed {seed}, {steps} steps of warm start, last loss {loss:.3f}"
+
+
+def write_readme(toy: Toy, model: PreTrainedModel, folder: Path, build_facts: str) -> None:
+    """Write a README that says what the task is, what is planted, and how the weights were made."""
     parameters = f"{model.num_parameters():,} parameters in float32"
-    text = f"# Toy checkpoint\n\n{toy_task.summary()}\n\n{build_facts}, {parameters}.\n"
+    text = f"# Toy checkpoint\n\n{toy.summary()}\n\n{build_facts}, {parameters}.\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
-    logger.info("%s checkpoint made: %s", toy, build_facts)

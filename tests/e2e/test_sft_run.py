@@ -103,10 +103,11 @@ def test_what_can_not_be_is_refused_with_its_key(capsys, verb, overrides, messag
     assert message in capsys.readouterr().err
 
 
-def test_the_losses_of_the_first_steps_are_those_of_the_toys_warm_start(tmp_path):
-    """Its rows are what the warm start draws, in its order; the loop of the latter is transformers' own forward on padded rows."""
+def test_the_losses_of_the_first_steps_are_those_of_transformers(tmp_path):
+    """Its rows are what the warm start draws, in its order; here transformers' own forward gets them, padded."""
     import numpy as np
     import torch
+    from demonstration_batch import demonstration_batch
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
@@ -114,7 +115,7 @@ def test_the_losses_of_the_first_steps_are_those_of_the_toys_warm_start(tmp_path
 
     from rlinf_vl.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.toy.drawings import TOY
-    from rlinf_vl.toy.model import demonstration_batch, new_toy_model
+    from rlinf_vl.toy.model import new_toy_model
 
     steps, lr = 3, 5e-4
     overrides = [LOCAL, "data.shuffle=false", "data.rollout_batch_size=32", "data.sample_val=false"]

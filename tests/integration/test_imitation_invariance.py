@@ -38,7 +38,7 @@ def without_pictures(messages, pictures: list):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """Random weights of the toy whose demonstrations have several turns, and its demonstrations."""
-    from rlinf_vl.toy.model import build_toy_checkpoint
+    from rlinf_vl.local.warm_start import build_toy_checkpoint
     from rlinf_vl.toy.task import toy_of
 
     folder = tmp_path_factory.mktemp("model")
@@ -55,12 +55,12 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def reference(checkpoint):
     """(loss, gradient norm, new weights) by transformers, which pads; the labels are the toy's own."""
+    from demonstration_batch import demonstration_batch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
 
-    from rlinf_vl.toy.model import demonstration_batch
     from rlinf_vl.toy.task import toy_of
 
     folder = checkpoint / "model"

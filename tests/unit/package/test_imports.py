@@ -52,7 +52,7 @@ ROOMS = {
     },
     "local": {
         "actor", "config", "controller", "data", "engines", "envs", "models", "observe", "rewards", "rollout", "runtime",
-        "weights",
+        "toy", "weights",
     },
 }  # fmt: skip
 ANYONE = {"user_code", "errors", "types"}

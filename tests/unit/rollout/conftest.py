@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from rlinf_vl.engines.torch.engine import TorchEngine
+from rlinf_vl.local.warm_start import build_toy_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.toy.model import build_toy_checkpoint
 
 
 def on_the_engine(folder, model_type):

@@ -11,7 +11,7 @@ from rlinf_vl.config.imitation import imitation_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.demonstrations import Demonstrations, try_rows
+from rlinf_vl.rollout.demonstrations import Demonstrations, imitated_trajectory, try_rows
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.toy.drawings import toy_rows
@@ -89,7 +89,7 @@ def test_ids_are_those_of_a_rollout_that_samples_the_answers(demonstrations, ren
     every = [m | {"weight": 1} if m["role"] == "assistant" else m for m in MESSAGES]
     made = demonstrations(every)
     problem = made.datasets["train"][0]
-    trajectory = made.trajectory(problem)
+    trajectory = imitated_trajectory(renderer, problem)
     (sequence,) = trajectory.sequences
     system, *questions = [m for m in problem.messages if m["role"] != "assistant"]
     images = [problem.images[:1], problem.images[1:], ()]

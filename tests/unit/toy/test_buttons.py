@@ -6,16 +6,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from demonstration_batch import demonstrated_sequences
 
 from rlinf_vl.config.toys import TOYS
+from rlinf_vl.local.warm_start import build_toy_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import observe
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.toy import buttons
 from rlinf_vl.toy.buttons import Page
-from rlinf_vl.toy.model import build_toy_checkpoint, demonstration_batch
 from rlinf_vl.types import Problem
 
 TEXT = "red00 green13 blue32"
@@ -87,16 +87,12 @@ def test_demonstrations_name_what_they_see_and_err_as_often_as_is_said() -> None
 
 
 def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
-    build_toy_checkpoint(tmp_path, progress=False, toy="toy-browser", steps=1)
+    build_toy_checkpoint(tmp_path, progress=False, toy="toy-browser", steps=0)
     processor = Processor(tmp_path, family_of("qwen3_vl"))
     renderer, tokenizer = Renderer(processor), processor.tokenizer
-    images = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
-    batch = demonstration_batch(buttons.TOY, tokenizer, images, 4, np.random.default_rng(5))
     rng = np.random.default_rng(5)
     lengths = set()
-    for ids, labels, mask in zip(
-        batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
-    ):
+    for sequence in demonstrated_sequences(buttons.TOY, tmp_path, 4, np.random.default_rng(5)):
         messages = buttons.demonstrate(rng)
         problem = Problem("b", (), "")
         first, *later = [observe((message,), problem) for message in messages[::2]]
@@ -109,7 +105,7 @@ def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
         if later:
             prompt, _ = renderer.follow(expected, first, [(answers[0], later[0])])
             expected = np.concatenate([prompt, answers[1]])
-        assert ids[mask == 1].tolist() == expected.tolist()
-        assert (labels != -100).sum() == sum(map(len, answers))
+        assert sequence.ids.tolist() == expected.tolist()
+        assert sequence.loss_mask.sum() == sum(map(len, answers))
         lengths.add(len(answers))
     assert lengths == {1, 2}

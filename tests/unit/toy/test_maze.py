@@ -5,15 +5,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from demonstration_batch import demonstrated_sequences
 
+from rlinf_vl.local.warm_start import build_toy_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import observe
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.toy import maze
 from rlinf_vl.toy.maze import MAX_TURNS, Maze, Position
-from rlinf_vl.toy.model import build_toy_checkpoint, demonstration_batch
 from rlinf_vl.types import Problem
 
 #: Column 1 is a wall but for the bottom row.
@@ -235,17 +235,12 @@ def test_demonstrations_describe_what_they_see_and_move_away_as_often_as_is_said
 
 
 def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
-    build_toy_checkpoint(tmp_path, progress=False, toy="toy-maze", steps=1)
+    build_toy_checkpoint(tmp_path, progress=False, toy="toy-maze", steps=0)
     processor = Processor(tmp_path, family_of("qwen3_vl"))
     renderer = Renderer(processor)
     tokenizer = processor.tokenizer
-    batch = demonstration_batch(
-        maze.TOY, tokenizer, Qwen2VLImageProcessorPil.from_pretrained(tmp_path), 3, stream()
-    )
     rng = stream()
-    for ids, labels, mask in zip(
-        batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
-    ):
+    for sequence in demonstrated_sequences(maze.TOY, tmp_path, 3, stream()):
         messages = maze.demonstrate(rng)
         said = [observe((message,), problem(WALLED)) for message in messages[::2]]
         answers = [message["content"] for message in messages[1::2]]
@@ -260,12 +255,10 @@ def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
                 heard = list(zip(sampled[:turn], said[1 : turn + 1], strict=True))
                 expected, _ = renderer.follow(expected, said[0], heard)
             expected = np.concatenate([expected, sampled[turn]])
-        assert ids[mask == 1].tolist() == expected.tolist()
-        told = tokenizer.decode(labels[labels >= 0])
+        assert sequence.ids.tolist() == expected.tolist()
+        told = tokenizer.decode(sequence.ids[sequence.loss_mask])
         assert told == "".join(f"{answer}<|im_end|>" for answer in answers)
-    assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * int(
-        batch["mm_token_type_ids"].sum() // 4
-    )
+        assert [grid for _, grid in sequence.images] == [(1, 4, 4)] * len(said)
     assert tokenizer.tokenize("31>12 ul \\boxed{left}") == [
         *"31>12",
         "Ġ",

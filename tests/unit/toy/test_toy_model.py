@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from demonstration_batch import demonstrated_sequences, demonstration_batch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from rlinf_vl.data.images import decode
+from rlinf_vl.local import warm_start
 from rlinf_vl.toy import drawings as task
 from rlinf_vl.toy import files as toy_files
 from rlinf_vl.toy import model as toy
@@ -31,7 +34,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy") / "checkpoint"
-    toy.build_toy_checkpoint(folder, seed=7, progress=False, steps=2)
+    warm_start.build_toy_checkpoint(folder, seed=7, progress=False, steps=2)
     return folder
 
 
@@ -180,7 +183,7 @@ def test_pixels_are_normalised_without_resampling(processor) -> None:
 
 
 def test_demonstration_batch_trains_on_the_answer_alone(tokenizer, processor) -> None:
-    batch = toy.demonstration_batch(task.TOY, tokenizer, processor, 4, np.random.default_rng(0))
+    batch = demonstration_batch(task.TOY, tokenizer, processor, 4, np.random.default_rng(0))
     assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 4
     assert batch["mm_token_type_ids"].sum(1).tolist() == [9] * 4
     for ids, labels, mask in zip(
@@ -194,6 +197,27 @@ def test_demonstration_batch_trains_on_the_answer_alone(tokenizer, processor) ->
         assert prompt.endswith("?<|im_end|>\n<|im_start|>assistant\n")
         assert answer.endswith("}<|im_end|>") and "=" in answer
         assert (ids[mask == 0] == tokenizer.pad_token_id).all()
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-tool"])
+def test_the_warm_start_has_the_ids_and_labels_of_that_batch(name, tmp_path: Path) -> None:
+    toy_task = toy_of(name)
+    warm_start.build_toy_checkpoint(tmp_path, progress=False, toy=name, steps=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    rngs = [np.random.default_rng(2) for _ in range(2)]
+    batch = demonstration_batch(toy_task, tokenizer, processor, 6, rngs[0])
+    sequences = demonstrated_sequences(toy_task, tmp_path, 6, rngs[1])
+    for k, sequence in enumerate(sequences):
+        mask = batch["attention_mask"][k] == 1
+        assert sequence.ids.tolist() == batch["input_ids"][k][mask].tolist()
+        assert sequence.loss_mask.tolist() == (batch["labels"][k][mask] >= 0).tolist()
+    pixels = [
+        processor(decode(image), return_tensors="pt") for s in sequences for image, _ in s.images
+    ]
+    torch.testing.assert_close(
+        torch.cat([p["pixel_values"] for p in pixels]), batch["pixel_values"]
+    )
 
 
 def test_planted_miscount_has_the_stated_frequency_and_consistent_arithmetic() -> None:
@@ -220,7 +244,7 @@ def test_same_seed_same_weights_another_seed_others() -> None:
 )
 def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Path) -> None:
     made_for = toy_of(name)
-    toy.build_toy_checkpoint(tmp_path, seed=7, progress=False, toy=name, steps=2)
+    warm_start.build_toy_checkpoint(tmp_path, seed=7, progress=False, toy=name, steps=2)
     model, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert model.config.model_type == made_for.model_type != task.TOY.model_type
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -236,21 +260,58 @@ def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Pat
     assert made_for.summary() in (tmp_path / "README.md").read_text() != task.summary()
 
 
-def test_warm_start_lowers_the_loss(checkpoint: Path, tokenizer, processor) -> None:
-    model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
-    batch = toy.demonstration_batch(task.TOY, tokenizer, processor, 32, np.random.default_rng(3))
-    with torch.no_grad():
-        before = model(**batch).loss.item()
-    last = toy.warm_start(task.TOY, model, tokenizer, processor, steps=12, seed=0, progress=False)
-    with torch.no_grad():
-        after = model(**batch).loss.item()
-    assert after < before - 0.3
-    assert last < before
+def test_warm_start_takes_the_steps_of_transformers(tmp_path: Path) -> None:
+    """Two steps on the same demonstrations by transformers' own forward, padded, and PyTorch's AdamW: losses and weights."""
+    steps, seed = 2, 3
+    random, trained = tmp_path / "random", tmp_path / "trained"
+    warm_start.build_toy_checkpoint(random, seed, progress=False, steps=0)
+    warm_start.build_toy_checkpoint(trained, seed, progress=False, steps=steps)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(random)
+    tokenizer = AutoTokenizer.from_pretrained(random)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(random)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=warm_start.LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    rng, loss = np.random.default_rng([seed, steps]), torch.zeros(())
+    for step in range(steps):
+        batch = demonstration_batch(task.TOY, tokenizer, processor, task.TOY.batch_size, rng)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = warm_start.LEARNING_RATE * (step + 1) / (warm_start.WARMUP_STEPS + 1)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    made = Qwen3VLForConditionalGeneration.from_pretrained(trained)
+    # Adam's first steps are of the learning rate's size, whatever the gradient's: its sign counts.
+    for name, weight in model.named_parameters():
+        close = torch.isclose(made.get_parameter(name), weight, atol=1e-6)
+        assert close.float().mean() > 0.99, name
+    assert f"last loss {loss.item():.3f}" in (trained / "README.md").read_text()
+
+
+def test_warm_start_lowers_the_loss(tmp_path: Path, tokenizer, processor) -> None:
+    batch = demonstration_batch(task.TOY, tokenizer, processor, 32, np.random.default_rng(3))
+    losses = []
+    for steps in (0, 12):
+        warm_start.build_toy_checkpoint(tmp_path / f"{steps}", progress=False, steps=steps)
+        model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / f"{steps}")
+        with torch.no_grad():
+            losses.append(model(**batch).loss.item())
+    assert losses[1] < losses[0] - 0.3
+
+
+def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
+    made = []
+    for name in "ab":
+        warm_start.build_toy_checkpoint(tmp_path / name, 5, progress=False, steps=2)
+        made.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert made[0] == made[1]
 
 
 def test_generation_looks_at_the_picture(checkpoint: Path, tokenizer, processor) -> None:
     model = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
-    batch = toy.demonstration_batch(task.TOY, tokenizer, processor, 2, np.random.default_rng(0))
+    batch = demonstration_batch(task.TOY, tokenizer, processor, 2, np.random.default_rng(0))
     with torch.no_grad():
         seen = model(**batch).logits
         blind = model(**batch | {"pixel_values": torch.zeros_like(batch["pixel_values"])}).logits
@@ -264,7 +325,7 @@ def test_checkpoint_path_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         built.append((toy, seed, progress, steps))
         Path(folder).mkdir()
 
-    monkeypatch.setattr(toy, "build_toy_checkpoint", build)
+    monkeypatch.setattr(warm_start, "build_toy_checkpoint", build)
     path = toy_checkpoint_path(seed=5, cache_dir=tmp_path, progress=False)
     assert path == toy_checkpoint_path(seed=5, cache_dir=tmp_path)
     early = toy_checkpoint_path(seed=5, steps=2, cache_dir=tmp_path, progress=False)
