@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from rlinf_vl.api import Run
+from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.controller.export import restore
 from rlinf_vl.engines.torch.engine import TorchEngine
@@ -51,8 +52,10 @@ class Policy:
         device: str,
         thinking: str = "auto",
         template_variables: Mapping[str, Any] | None = None,
+        video: VideoConfig | None = None,
     ) -> None:
         self._processor = processor
+        self._video = video or VideoConfig()
         # Of the text: the vision tower has positions of its own.
         text_config = model.config.get_text_config()
         self.context_length: int = text_config.max_position_embeddings
@@ -85,7 +88,8 @@ class Policy:
             messages: in OpenAI's form, {"role", "content"}; content is a text, or a list of parts:
                 {"type": "text", "text": …}, {"type": "image", "image": a PIL image, bytes, an array
                 or a file's path} and {"type": "image_url", "image_url": {"url": a data URI or a
-                file's path}}. A text alone is one message of the user.
+                file's path}}, and videos alike as "video" (also a list of frames) or "video_url".
+                A text alone is one message of the user.
             temperature: 0 is greedy.
             seed: the same seed draws the same answers.
 
@@ -94,7 +98,11 @@ class Policy:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        observation = observe([_with_files(message) for message in messages], Problem("", (), ""))
+        observation = observe(
+            [_with_files(message) for message in messages],
+            Problem("", (), ""),
+            video=self._video,
+        )
         ids, grids = self.renderer.prompt(observation.messages, observation.images)
         sampling = SamplingParams(
             temperature, top_p, top_k, max_new_tokens, self._processor.stop_ids
@@ -156,6 +164,7 @@ def load_policy(
         template_options = {
             "thinking": config.rollout.thinking.mode,
             "template_variables": config.rollout.chat_template_kwargs,
+            "video": config.data.video,
         }
     else:
         base = _base(str(folder), path)

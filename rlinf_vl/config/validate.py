@@ -404,10 +404,11 @@ def _data(config: Config) -> Iterator[str]:
                     f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written "
                     "hf://owner/name:split"
                 )
-    if repeated := sorted({key for key in data.image_keys if data.image_keys.count(key) > 1}):
+    columns = [*data.image_keys, *(data.video_keys or ())]
+    if repeated := sorted({column for column in columns if columns.count(column) > 1}):
         yield (
-            f"data.image_keys: {', '.join(repeated)} named twice in {data.image_keys}; name every "
-            "column once"
+            f"data.image_keys: {', '.join(repeated)} named twice in {columns} (data.video_keys "
+            "included); name every column once"
         )
     if data.weights and len(data.weights) != len(data.train_data_paths):
         yield (
@@ -421,6 +422,9 @@ def _data(config: Config) -> Iterator[str]:
         )
     if low is not None and high is not None and low > high:
         yield f"data.image_min_pixels={low} exceeds data.image_max_pixels={high}; lower it"
+    low, high = data.video.min_pixels, data.video.max_pixels
+    if low is not None and high is not None and low > high:
+        yield f"data.video.min_pixels={low} exceeds data.video.max_pixels={high}; lower it"
     for host in data.image_hosts:
         # Hosts are compared as whole names, so a pattern or a port would never match.
         if not host or set(host) & set("/:@* "):

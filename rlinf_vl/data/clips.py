@@ -56,6 +56,11 @@ def clip_of(ref: ImageRef) -> Clip:
     return Clip(tuple(frames), tuple(header["timestamps"]))
 
 
+def frame_refs(ref: ImageRef) -> tuple[ImageRef, ...]:
+    """Return the pictures that a reference shows: the frames of a clip, else itself."""
+    return tuple(map(ImageRef.of, clip_of(ref).frames)) if is_clip(ref) else (ref,)
+
+
 def timestamps_of(ref: ImageRef) -> tuple[float, ...]:
     """Return the timestamps of the clip that a reference carries, without its frames."""
     return tuple(_header(ref)[0]["timestamps"])

@@ -17,6 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from rlinf_vl.config.schema import ImageCorruptionConfig
+from rlinf_vl.data.clips import clip_of, clip_ref, is_clip
 from rlinf_vl.data.images import decode
 from rlinf_vl.types import ImageRef, Trajectory
 
@@ -49,14 +50,27 @@ class Corruption:
         return round(self.share * group_size)
 
     def __call__(self, image: ImageRef, seed: int) -> ImageRef:
-        """Return the corrupted image, a PNG of the same (upright) size.
+        """Return the corrupted image, a PNG of the same (upright) size; of a clip, the clip of its
+        corrupted frames, each by random numbers of its own.
 
         Raises:
             ImageError: the image can't be decoded.
         """
         if self.strength == 0:
             return image
-        digest = hashlib.blake2b(f"{seed} {image.hash}".encode(), digest_size=8).digest()
+        if is_clip(image):
+            clip = clip_of(image)
+            frames = [
+                # By its place, too: a video that stands still has equal frames.
+                self._picture(ImageRef.of(frame), f"{seed} {image.hash} {place}")
+                for place, frame in enumerate(clip.frames)
+            ]
+            return clip_ref(frames, clip.timestamps)
+        return ImageRef.of(self._picture(image, f"{seed} {image.hash}"))
+
+    def _picture(self, image: ImageRef, name: str) -> bytes:
+        """Return the corrupted picture as PNG; its random numbers depend on `name`."""
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         random = np.random.default_rng(int.from_bytes(digest, "little"))
         pixels = {"noise": self._noise, "mask": self._mask}[self.kind](
             np.asarray(decode(image)), random
@@ -66,7 +80,7 @@ class Corruption:
         metadata.add_text("clean", image.hash)
         png = io.BytesIO()
         Image.fromarray(pixels).save(png, "PNG", pnginfo=metadata, compress_level=1)
-        return ImageRef.of(png.getvalue())
+        return png.getvalue()
 
     def _noise(self, pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
         signal = _SIGNAL_VARIANCE[min(int(self.strength * DIFFUSION_STEPS), DIFFUSION_STEPS - 1)]

@@ -9,12 +9,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rlinf_vl.config.schema.data import DataConfig
+from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.damage import check_pixels
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.rows import at_path, row_to_problem
 from rlinf_vl.data.sources import Source, open_source
 from rlinf_vl.data.unusable import BadRow, RowError, kind_and_reason
-from rlinf_vl.data.videos import COLUMNS as VIDEO_COLUMNS
 from rlinf_vl.types import Problem
 
 _DEFAULT = RowFormat()
@@ -70,17 +70,7 @@ class ProblemDataset:
         self._forms = [form.for_columns(source.rows.column_names) for source in self._sources]
         self._columns: list[list[str]] = []
         for source, row_format in zip(self._sources, self._forms, strict=True):
-            columns = [
-                *row_format.columns,
-                *source.plain_columns((*row_format.columns, *VIDEO_COLUMNS)),
-            ]
-            # Columns of videos are read only so that rows which have one are refused.
-            columns += [
-                name
-                for name in VIDEO_COLUMNS
-                if name in source.rows.column_names and name not in row_format.columns
-            ]
-            self._columns.append(columns)
+            self._columns.append([*row_format.columns, *source.plain_columns(row_format.columns)])
         self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
         self._decodable: set[str] = set()  # hashes of images whose pixels are checked
@@ -177,8 +167,10 @@ class ProblemDataset:
                     result.too_long[i] = tokens
                     continue
                 for image in problem.images:
+                    # A clip's frames were encoded by this process.
                     if image.hash not in self._decodable:
-                        check_pixels(image)
+                        if not is_clip(image):
+                            check_pixels(image)
                         self._decodable.add(image.hash)
                 result.kept[i] = problem.answer
                 result.facts[i] = RowFacts(k, level, problem.dropped_images)

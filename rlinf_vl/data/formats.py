@@ -5,15 +5,18 @@ answers may have every shape that `rlinf_vl.data.rows` reads.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
+from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.errors import nearest
 
 AUTO = "auto"
 #: Names of the column of images; the first one that exists is used. `file_name` is the column of a
 #: folder of images with a metadata file.
 _IMAGES = ("images", "image", "file_names", "file_name")
+#: Names of the column of videos, which any format may have.
+_VIDEOS = ("videos", "video")
 
 
 class Format(NamedTuple):
@@ -68,8 +71,9 @@ class RowFormat:
     """The rules by which a row becomes a problem; all fields but the last are those of `data.*`.
 
     The prompt is a string, or a list of chat messages whose content is a string or parts (`text`,
-    `image`, `image_url`). `<image>` in a text is the placeholder of an image of `image_keys`. If
-    the prompt has no image and no placeholder, all images come first.
+    `image`, `image_url`, `video`, `video_url`). `<image>` in a text is the placeholder of an image
+    of `image_keys`, and `<video>` that of a video of `video_keys`. If the prompt has none of all
+    these, the images come first, then the videos.
     """
 
     format: str = AUTO
@@ -78,14 +82,18 @@ class RowFormat:
     messages_key: str | None = None  # set: rows are conversations to imitate
     turn_mask_key: str | None = None
     image_keys: Sequence[str] = ("images",)
-    image_root: str | None = None  # image paths may not leave this folder; None: the dataset's
+    video_keys: Sequence[str] | None = None  # None: those of `_VIDEOS`; no longer for columns
+    video: VideoConfig = field(default_factory=VideoConfig)  # how videos are sampled
+    image_root: str | None = (
+        None  # image and video paths may not leave this folder; None: the dataset's
+    )
     system_prompt: str | None = None  # replaces the row's system prompt and its images
     prompt_suffix: str = ""  # appended to the last message
     prompt_variants: Sequence[str] = ()  # texts with {problem} in place of the question
     max_images_per_message: int | None = None
     max_images_per_sample: int | None = None
     blank_images: bool = False  # whether each image is replaced by a grey one of its size
-    image_hosts: Sequence[str] = ()  # hosts from which images may be fetched
+    image_hosts: Sequence[str] = ()  # hosts from which images and videos may be fetched
     #: Names of our environments; rows of other systems may use the same names.
     environments: Collection[str] = ()
 
@@ -111,6 +119,7 @@ class RowFormat:
         if self.turn_mask_key is not None:
             column_keys[self.turn_mask_key] = "data.turn_mask_key"
         column_keys |= dict.fromkeys(self.image_keys, "data.image_keys")
+        column_keys |= dict.fromkeys(self.video_keys or (), "data.video_keys")
         return {
             column: key
             for column, key in column_keys.items()
@@ -124,6 +133,8 @@ class RowFormat:
         columns, and is "rlinf" if they match no format.
         """
         available, default = set(columns), RowFormat()
+        if self.video_keys is None:
+            return self._with_videos(available).for_columns(available)
         if self.messages_key is not None:
             return self._for_conversations(available)
         name = self.format
@@ -144,9 +155,17 @@ class RowFormat:
         if self.answer_key == default.answer_key:
             column_keys["answer_key"] = first(form.answer)
         if tuple(self.image_keys) == default.image_keys:
-            image = first(form.images)
+            # Rows with videos need no images.
+            image = first((*form.images, "") if self.video_keys else form.images)
             column_keys["image_keys"] = (image,) if image else ()
         return replace(self, format=name, **column_keys)
+
+    def _with_videos(self, available: Collection[str]) -> Self:
+        """Return the format with the first usual column of videos that exists and is not one of
+        another key."""
+        named = self.columns
+        videos = [name for name in _VIDEOS if name in available and name not in named]
+        return replace(self, video_keys=tuple(videos[:1]))
 
     def _for_conversations(self, available: Collection[str]) -> Self:
         """Return the format for a source of conversations: their column stands where the prompt's

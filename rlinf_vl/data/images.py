@@ -8,22 +8,22 @@ An `ImageRef` holds the encoded bytes unchanged. Invariants:
 - `image_size` reads the header only and returns the size of the image that `decode` returns.
 """
 
-import base64
 import io
 import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
+from rlinf_vl.data.clips import clip_of, clip_ref, is_clip
 from rlinf_vl.data.fetch import fetch
+from rlinf_vl.data.local_files import decode_base64, decode_data_uri, file_inside, unreadable
 from rlinf_vl.data.unusable import ImageError, shorten
-from rlinf_vl.data.videos import NAMES, NO_VIDEOS, VIDEO, is_video
+from rlinf_vl.data.video_files import HINT, MISPLACED, is_video, is_video_name
 from rlinf_vl.types import ImageRef
 
 #: Largest area: 150 MB as RGB, and at most 16 bytes a pixel while decoding. Diagrams and photos are
@@ -56,7 +56,6 @@ _UPRIGHT: tuple[Image.Transpose, ...] = (
 NOT_AN_IMAGE = "not an image"
 TOO_LARGE = "image too large"
 UNDECODABLE = "image can't be decoded"
-UNREADABLE = "image file can't be read"
 
 
 def image_values(cell: Any) -> list[Any]:
@@ -104,7 +103,7 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
     if isinstance(value, str):
         data = _from_string(value, root, hosts)
     elif isinstance(value, Image.Image):
-        data = _encode_png(value)
+        data = encode_png(value)
     elif isinstance(value, (bytes, bytearray, memoryview)):
         data = bytes(value)
     else:
@@ -139,16 +138,24 @@ def decode(ref: ImageRef) -> Image.Image:
 
 
 def image_size(ref: ImageRef) -> tuple[int, int]:
-    """Return (height, width) of the upright picture in pixels, from the header alone."""
+    """Return (height, width) of the upright picture in pixels, from the header alone; those of a
+    frame, if it is a clip."""
+    if is_clip(ref):
+        return image_size(ImageRef.of(clip_of(ref).frames[0]))
     image, orientation = _open(ref.data)
     # Orientations 5 … 8 swap the sides; Pillow's size is (width, height).
     return image.size if 5 <= orientation <= 8 else (image.height, image.width)
 
 
 def blank_like(ref: ImageRef) -> ImageRef:
-    """Return a uniform mid-grey PNG of the same (upright) size."""
+    """Return a uniform mid-grey PNG of the same (upright) size; of a clip, one with such frames at
+    the same times."""
     height, width = image_size(ref)
-    return ImageRef.of(_encode_png(Image.new("RGB", (width, height), (128, 128, 128))))
+    png = encode_png(Image.new("RGB", (width, height), (128, 128, 128)))
+    if is_clip(ref):
+        timestamps = clip_of(ref).timestamps
+        return clip_ref([png] * len(timestamps), timestamps)
+    return ImageRef.of(png)
 
 
 def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
@@ -169,7 +176,7 @@ def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:
         first_bytes = bytes(data[:8])
         description = f"{len(data)} bytes beginning {first_bytes!r}"
         if is_video(bytes(data[:12])):
-            raise ImageError(VIDEO, f"{description} are a video; {NO_VIDEOS}") from e
+            raise ImageError(MISPLACED, f"{description} are a video; {HINT}") from e
         if first_bytes.startswith(_SIGNATURES):
             raise ImageError(
                 UNDECODABLE, f"{description} are the damaged or truncated header of an image{cause}"
@@ -210,7 +217,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _encode_png(image: Image.Image) -> bytes:
+def encode_png(image: Image.Image) -> bytes:
     """Encode a PIL image as PNG, turned upright, since the PNG has no EXIF orientation."""
     _check_size(*image.size)
     buffer = io.BytesIO()
@@ -229,15 +236,9 @@ def _from_string(text: str, root: Path | None, hosts: Sequence[str]) -> bytes:
     if text[:8].lower().startswith(("http://", "https://")):
         return fetch(text, hosts, MAX_BYTES, check=_open)
     if text[:5].lower() == "data:":
-        header, _, payload = text.partition(",")
-        if not header.lower().endswith(";base64"):
-            raise ImageError(NOT_AN_IMAGE, f"data URI {header[:60]!r} isn't ';base64,…'")
-        if (data := _base64(payload)) is None:
-            raise ImageError(NOT_AN_IMAGE, f"data URI {header[:60]!r}: what follows is not base64")
-        return data
-    if text[:7].lower() == "file://":
-        return _read_inside(root, unquote(urlsplit(text).path))
-    if (data := _base64(text)) is not None:
+        return decode_data_uri(text, NOT_AN_IMAGE)
+    is_file_url = text[:7].lower() == "file://"
+    if not is_file_url and (data := decode_base64(text)) is not None:
         # A path may be valid base64 by chance: only bytes of an image count.
         try:
             _open(data)
@@ -248,39 +249,16 @@ def _from_string(text: str, root: Path | None, hosts: Sequence[str]) -> bytes:
     return _read_inside(root, text)
 
 
-def _base64(text: str) -> bytes | None:
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except ValueError:
-        return None
-
-
 def _read_inside(root: Path | None, name: str) -> bytes:
-    quoted_name = repr(shorten(name))
-    if name.lower().endswith(NAMES):
-        raise ImageError(VIDEO, f"path {quoted_name} is a video's; {NO_VIDEOS}")
-    if root is None:
-        reason = (
-            f"{quoted_name} is neither base64 of an image nor, as the dataset has no folder, a path"
-        )
-        raise ImageError(UNREADABLE, reason)
+    if is_video_name(name):
+        raise ImageError(MISPLACED, f"path {shorten(name)!r} is a video's; {HINT}")
+    path = file_inside(root, name, "image")
     try:
-        path = (root / name).resolve()
-        if not path.is_relative_to(root.resolve()):
-            raise ImageError(
-                "path leaves the dataset's folder",
-                f"path {quoted_name} leads out of the dataset's folder {root}; "
-                "name the one that all images are in as data.image_root",
-            )
-        if not path.is_file():  # excludes devices and pipes, too
-            raise ImageError(
-                UNREADABLE, f"{quoted_name} is neither base64 of an image nor a file in {root}"
-            )
         _check_bytes(path.stat().st_size)
         with path.open("rb") as file:
             # One byte too many, so that a file that has grown meanwhile is refused.
             return file.read(MAX_BYTES + 1)
-    except ImageError:
-        raise
-    except (OSError, ValueError, RuntimeError) as e:  # bad name, no permission, a loop of links
-        raise ImageError(UNREADABLE, f"path {quoted_name} in {root} can't be read: {e}") from e
+    except OSError as e:
+        raise ImageError(
+            unreadable("image"), f"path {shorten(name)!r} in {root} can't be read: {e}"
+        ) from e

@@ -1,9 +1,10 @@
-"""One row of a data set → one `Problem`: `<image>` placeholders become image parts, the text around
-them is kept verbatim."""
+"""One row of a data set → one `Problem`: `<image>` and `<video>` placeholders become parts, the text
+around them is kept verbatim."""
 
 import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,14 +23,19 @@ from rlinf_vl.data.unusable import (
     RowError,
     shorten,
 )
-from rlinf_vl.data.videos import VIDEO, video_in
+from rlinf_vl.data.videos import to_clip_ref, video_values
 from rlinf_vl.types import ImageRef, Message, Problem
 
 log = logging.getLogger(__name__)
 
-IMAGE_PLACEHOLDER = "<image>"
-#: Keys under which a part of a message may have its image, the first one that is set.
-_IMAGE_KEYS = ("image_url", "image", "url", "path", "base64")
+#: Placeholder of an image or a video of the row → the type of its part.
+PLACEHOLDERS = {"<image>": "image_url", "<video>": "video_url"}
+_PLACEHOLDER = re.compile("|".join(PLACEHOLDERS))
+#: Type of a part of a message → the type of ours.
+_PART_TYPES = {name.removesuffix("_url"): name for name in PLACEHOLDERS.values()}
+_PART_TYPES |= {name: name for name in PLACEHOLDERS.values()}
+#: Keys under which such a part may have its image or video, the first one that is set.
+_VALUE_KEYS = ("image_url", "image", "video_url", "video", "url", "path", "base64")
 #: `reward_spec.method` (SkyRL) and `reward_model.style` (verl) of rows that need no answer, as a
 #: model judges responses.
 _JUDGED = {"reward_model", "model"}
@@ -48,27 +54,34 @@ def row_to_problem(
         root: the folder that paths are relative to; None for a data set of the hub.
 
     Raises:
-        RowError: a missing column, an unusable prompt, answer, image or environment, a video, or
-            placeholders and images unequal in number.
+        RowError: a missing column, an unusable prompt, answer, image, video or environment, or
+            placeholders and images or videos unequal in number.
     """
     if problem := form.missing_column(row, "the row"):
         raise RowError(row_id, "column missing", problem)
-    if video := video_in(row, form.prompt_key, form.image_keys):
-        raise RowError(row_id, VIDEO, video)
-    image_root = root if form.image_root is None else Path(form.image_root)
+    media_root = root if form.image_root is None else Path(form.image_root)
 
-    def image_of(value: Any, place: str) -> ImageRef:
+    def ref_of(part_type: str, value: Any, place: str) -> ImageRef:
         try:
-            return to_image_ref(value, root=image_root, hosts=form.image_hosts)
+            if part_type == "video_url":
+                return to_clip_ref(
+                    value, root=media_root, settings=form.video, hosts=form.image_hosts
+                )
+            return to_image_ref(value, root=media_root, hosts=form.image_hosts)
         except ImageError as e:
             raise RowError(row_id, e.kind, f"column {place}: {e}") from e
 
-    cells = [(column, image_values(row[column])) for column in form.image_keys]
-    images = [
-        image_of(value, f"{column!r}, image {i}")
-        for column, values in cells
-        for i, value in enumerate(values)
-    ]
+    row_refs = {
+        part_type: [
+            ref_of(part_type, value, f"{column!r}, {_noun(part_type)} {i}")
+            for column in columns
+            for i, value in enumerate(values_of(row[column]))
+        ]
+        for part_type, columns, values_of in (
+            ("image_url", form.image_keys, image_values),
+            ("video_url", form.video_keys or (), video_values),
+        )
+    }
     try:
         messages = _messages(row[form.prompt_key] if form.prompt_key else "", form)
         if form.messages_key is not None:
@@ -77,26 +90,7 @@ def row_to_problem(
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
     if form.prompt_variants:
         _put_into(messages[-1]["content"], form.prompt_variants[variant])
-    parts = [part for message in messages for part in _image_parts(message)]
-    if not parts:
-        # A prompt without placeholders shows the images of the row first.
-        first = next(message for message in messages if message["role"] == "user")
-        first["content"][:0] = parts = [{"type": "image_url"} for _ in images]
-    placeholders = [part for part in parts if "image" not in part]
-    if len(placeholders) != len(images):
-        reason = f"the prompt has {len(placeholders)} {IMAGE_PLACEHOLDER} and the row {len(images)} images"
-        raise RowError(row_id, "placeholders and images disagree", reason)
-    row_images = iter(images)
-    image_by_url: dict[str, ImageRef] = {}
-    part: dict[str, Any]
-    for i, part in enumerate(parts):
-        if "image" in part:
-            image = image_of(part.pop("image"), f"{form.prompt_key!r}, image {i}")
-        else:
-            image = next(row_images)
-        image = blank_like(image) if form.blank_images else image
-        image_by_url[image.url] = image
-        part["image_url"] = {"url": image.url}
+    _put_refs(messages, row_refs, row_id, form, ref_of)
     _add_text(messages[-1]["content"], form.prompt_suffix)
     if form.system_prompt is not None:
         messages = [{"role": "system", "content": []}] + [
@@ -104,18 +98,15 @@ def row_to_problem(
         ]
         _add_text(messages[0]["content"], form.system_prompt)
     n_dropped = _limit_images(messages, form.max_images_per_message, form.max_images_per_sample)
-    # Looked up again, in the order of the messages: some images may have been dropped.
+    # In the order of the messages: some images may have been dropped.
     refs = tuple(
-        image_by_url[part["image_url"]["url"]]
-        for message in messages
-        for part in _image_parts(message)
+        part.pop("ref") for message in messages for part in message["content"] if "ref" in part
     )
     answer = _answer(row, row_id, form)
     # Reward functions and environments get the other columns; an answer of another name is one of
     # them.
-    used = {form.prompt_key, *form.image_keys, "env_class", form.turn_mask_key} | (
-        {"answer"} if form.answer_key == "answer" else set()
-    )
+    used = {form.prompt_key, *form.image_keys, *(form.video_keys or ())}
+    used |= {"env_class", form.turn_mask_key, *(("answer",) if form.answer_key == "answer" else ())}
     columns = {name: _plain(value) for name, value in row.items() if name not in used}
     env_class = _env_class(row.get("env_class"), columns, row_id, form, root)
     is_chat = isinstance(row.get(form.prompt_key), list)
@@ -134,6 +125,50 @@ def at_path(row: dict[str, Any], name: str) -> Any:
                 value = json.loads(value)
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def _put_refs(
+    messages: list[Message],
+    row_refs: dict[str, list[ImageRef]],
+    row_id: str,
+    form: RowFormat,
+    ref_of: Callable[[str, Any, str], ImageRef],
+) -> None:
+    """Set the URL and the reference (`ref`) of each image and video part, in place.
+
+    Args:
+        row_refs: type of a part → the row's images or videos, for the parts without their own.
+        ref_of: returns the reference of a part's own value, given (type, value, place).
+
+    Raises:
+        RowError: there are more or fewer placeholders than images or videos, or `ref_of` raises it.
+    """
+    parts = [part for message in messages for part in message["content"] if part["type"] != "text"]
+    if not parts:
+        # A prompt without placeholders shows the images and videos of the row first.
+        first = next(message for message in messages if message["role"] == "user")
+        parts = [{"type": part_type} for part_type, refs in row_refs.items() for _ in refs]
+        first["content"][:0] = parts
+    for placeholder, part_type in PLACEHOLDERS.items():
+        marks = [part for part in parts if part["type"] == part_type and "value" not in part]
+        if len(marks) != len(row_refs[part_type]):
+            nouns = f"{_noun(part_type)}s"
+            counts = f"{len(marks)} {placeholder} and the row {len(row_refs[part_type])} {nouns}"
+            raise RowError(row_id, f"placeholders and {nouns} disagree", f"the prompt has {counts}")
+        for part, ref in zip(marks, row_refs[part_type], strict=True):
+            part["ref"] = ref
+    for i, part in enumerate(parts):
+        if "value" in part:
+            place = f"{form.prompt_key!r}, {_noun(part['type'])} {i}"
+            part["ref"] = ref_of(part["type"], part.pop("value"), place)
+        if form.blank_images:
+            part["ref"] = blank_like(part["ref"])
+        part[part["type"]] = {"url": part["ref"].url}
+
+
+def _noun(part_type: str) -> str:
+    """Return "image" or "video", for error messages."""
+    return part_type.removesuffix("_url")
 
 
 def _limit_images(messages: list[Message], per_message: int | None, per_sample: int | None) -> int:
@@ -229,10 +264,10 @@ def _plain(value: Any) -> Any:
 
 
 def _messages(prompt: Any, form: RowFormat) -> list[Message]:
-    """Return the chat messages of a prompt; their parts are texts and images.
+    """Return the chat messages of a prompt; their parts are texts, images and videos.
 
-    An image is {"type": "image_url"}, with the image itself under "image" if the part has one; one
-    without is an image of the row.
+    An image is {"type": "image_url"} and a video {"type": "video_url"}, with itself under "value"
+    if the part has it; one without is an image or a video of the row.
 
     Raises:
         ValueError: the prompt is neither a text nor chat messages that end with the user's.
@@ -266,19 +301,23 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
-                first_text, *other_texts = part["text"].split(IMAGE_PLACEHOLDER)
-                _add_text(parts, first_text)
-                for text in other_texts:
-                    parts.append({"type": "image_url"})
-                    _add_text(parts, text)
-            elif kind in ("image", "image_url"):
-                image = next((part[name] for name in _IMAGE_KEYS if part.get(name)), None)
+                end = 0
+                for mark in _PLACEHOLDER.finditer(part["text"]):
+                    _add_text(parts, part["text"][end : mark.start()])
+                    parts.append({"type": PLACEHOLDERS[mark.group()]})
+                    end = mark.end()
+                _add_text(parts, part["text"][end:])
+            elif kind in _PART_TYPES:
+                value = next((part[name] for name in _VALUE_KEYS if part.get(name)), None)
                 # OpenAI's form has the URL in a mapping.
-                image = image["url"] if isinstance(image, dict) and image.get("url") else image
-                parts.append({"type": "image_url"} | ({"image": image} if image else {}))
+                value = value["url"] if isinstance(value, dict) and value.get("url") else value
+                if isinstance(value, list) and part.get("fps"):
+                    value = {"frames": value, "fps": part["fps"]}
+                parts.append({"type": _PART_TYPES[kind]} | ({"value": value} if value else {}))
             else:
                 raise ValueError(
-                    f"column {key!r}: content part {_shown(part)} is neither text nor an image"
+                    f"column {key!r}: content part {_shown(part)} is neither text nor an image or "
+                    "a video"
                 )
         messages.append({"role": message["role"], "content": parts})
         if imitates and message["role"] == "assistant":
@@ -294,7 +333,7 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
     user_parts = [
         part for message in messages if message["role"] == "user" for part in message["content"]
     ]
-    if not any(part["type"] == "image_url" or part["text"].strip() for part in user_parts):
+    if not any(part["type"] != "text" or part["text"].strip() for part in user_parts):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
     return messages
 
@@ -306,7 +345,7 @@ def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> Non
 
     Raises:
         ValueError: a weight is neither 0 nor 1, all are 0, the mask has another length, or an
-            answer shows an image or says nothing.
+            answer shows an image or a video, or says nothing.
     """
     answers = [message for message in messages if message["role"] == "assistant"]
     if form.turn_mask_key is not None and (not isinstance(mask, list) or len(mask) != len(answers)):
@@ -320,8 +359,10 @@ def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> Non
         weight = 1 if weight is None else weight
         if weight not in (0, 1):
             raise ValueError(f"{named} has the weight {_shown(weight)}: expected 0 or 1")
-        if any(part["type"] == "image_url" for part in answer["content"]):
-            raise ValueError(f"{named} shows an image, which no model here can answer with")
+        if any(part["type"] != "text" for part in answer["content"]):
+            raise ValueError(
+                f"{named} shows an image or a video, which no model here can answer with"
+            )
         if not any(part["text"].strip() for part in answer["content"]):
             raise ValueError(f"{named} says nothing")
         answer["weight"] = int(weight)

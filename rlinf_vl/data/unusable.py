@@ -14,7 +14,7 @@ QUARANTINED = "quarantined"
 
 
 class ImageError(ValueError):
-    """A value that should be an image can't be used as one."""
+    """A value that should be an image or a video can't be used as one."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(kind, reason)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.config import with_texts
+from rlinf_vl.data.clips import frame_refs
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.unusable import RowError, shorten
 from rlinf_vl.envs import Env, EnvMaker, StepResult
@@ -247,7 +248,11 @@ class Check(Findings):
                 raise ValueError(
                     f"the last is of role {role!r}: the policy answers 'user' or 'tool'"
                 )
-            images = [decode(image) for image in observe(message_list, problem).images]
+            images = [
+                decode(frame)
+                for image in observe(message_list, problem).images
+                for frame in frame_refs(image)
+            ]
         except Exception as error:
             return self.add_problem(
                 f"messages can't be shown: {error}", where, f"messages {type(error)}"

@@ -124,6 +124,8 @@ def _encoded_part(part: Any) -> Any:
         return {name: _encoded_part(value) for name, value in part.items()}
     if isinstance(part, list | tuple):
         return [_encoded_part(value) for value in part]
+    if isinstance(part, np.ndarray) and part.ndim == 4:  # the frames of a video
+        return [_encoded_part(frame) for frame in part]
     if isinstance(part, np.ndarray):
         return bytes(image_of_array(part).data)
     if isinstance(part, Image.Image):

@@ -10,8 +10,9 @@ import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.unusable import kind_and_reason
 from rlinf_vl.engines.base import EngineDied
@@ -47,6 +48,7 @@ class EpisodeSettings:
             `reward_min` (`rollout.faults`). Otherwise, and in groups that are not trained on, it
             is an error.
         privileged_template: `algorithm.distillation.privileged_template`.
+        video: `data.video`, for videos that environments and agents show.
     """
 
     reward_min: float = 0.0
@@ -57,6 +59,7 @@ class EpisodeSettings:
     episode_timeout_s: float | None = None
     penalize_faults: bool = False
     privileged_template: str | None = None
+    video: VideoConfig = field(default_factory=VideoConfig)
 
     @property
     def call_timeout_s(self) -> float:

@@ -2,21 +2,27 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from rlinf_vl.config.schema.data import VideoConfig
+from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.corruption import Shown
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import PROMPT_UNUSABLE, ImageError
-from rlinf_vl.data.videos import NO_VIDEOS, VIDEO, is_video_part
+from rlinf_vl.data.video_files import is_video_name
+from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.envs import StepResult
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message, Problem
 
+_DEFAULT_VIDEO = VideoConfig()
 #: Limit on the pixel bytes of an image whose encoded PNG is cached.
 SMALL = 2**15
 
@@ -26,10 +32,11 @@ class Observation:
     """Messages and their images, in one form.
 
     In the messages each image is a part
-    {"type": "image_url", "image_url": {"url": "image://<hash>"}}.
+    {"type": "image_url", "image_url": {"url": "image://<hash>"}}, and each video one of type
+    "video_url" alike.
 
     Attributes:
-        images: the images in the order of their parts.
+        images: the images and clips in the order of their parts.
         tools: OpenAI's descriptions of functions, for the chat template; a conversation's first
             observation has them.
     """
@@ -40,45 +47,46 @@ class Observation:
 
 
 def observe(
-    messages: Iterable[Message], problem: Problem, corrupted_images: Shown | None = None
+    messages: Iterable[Message],
+    problem: Problem,
+    corrupted_images: Shown | None = None,
+    video: VideoConfig = _DEFAULT_VIDEO,
 ) -> Observation:
     """Convert an environment's messages to an observation.
 
     Args:
-        messages: show images of the problem by address, and new ones as arrays or in any form
-            that `to_image_ref` takes.
+        messages: show images and videos of the problem by address, and new ones as arrays or in any
+            form that `to_image_ref` or `to_clip_ref` takes; the path of a video is any of this
+            machine, as the environment is the user's code.
         corrupted_images: the images to show in place of these.
+        video: data.video.
 
     Raises:
-        ImageError: an image can't be used.
+        ImageError: an image or a video can't be used.
         Exception: a message is malformed.
     """
     problem_images = {image.url: image for image in problem.images}
     images: list[ImageRef] = []
 
     def plain_part(part: Any) -> Any:
-        if is_video_part(part):
-            raise ImageError(
-                VIDEO, f"a content part of type {part.get('type', 'video')!r}: {NO_VIDEOS}"
-            )
-        if (
-            "image" not in part
-            and "image_url" not in part
-            and part.get("type") not in ("image", "image_url")
-        ):
+        noun = _noun(part)
+        if noun is None:
             return part
-        value = part.get("image_url", part.get("image"))
+        value = part.get(f"{noun}_url", part.get(noun))
         value = value["url"] if isinstance(value, dict) and "url" in value else value
         if isinstance(value, str) and value.startswith(IMAGE_URL_PREFIX):
             if value not in problem_images:
-                raise ImageError(PROMPT_UNUSABLE, f"{value} is no image of the problem")
+                raise ImageError(PROMPT_UNUSABLE, f"{value} is no {noun} of the problem")
             image = problem_images[value]
+            noun = "video" if is_clip(image) else "image"
+        elif noun == "video":
+            image = _clip(value, part.get("fps"), video)
         elif isinstance(value, np.ndarray):
             image = image_of_array(value)
         else:
             image = to_image_ref(value, root=None)
         images.append(corrupted_images(image) if corrupted_images else image)
-        return {"type": "image_url", "image_url": {"url": images[-1].url}}
+        return {"type": f"{noun}_url", f"{noun}_url": {"url": images[-1].url}}
 
     plain_messages = tuple(
         message | {"content": list(map(plain_part, message["content"]))}
@@ -87,6 +95,24 @@ def observe(
         for message in messages
     )
     return Observation(plain_messages, tuple(images))
+
+
+def _noun(part: Any) -> str | None:
+    """Return "image" or "video" for a part that shows one; None for any other."""
+    for noun in ("image", "video"):
+        names = (noun, f"{noun}_url")
+        if part.get("type") in names or any(name in part for name in names):
+            return noun
+    return None
+
+
+def _clip(value: Any, fps: Any, video: VideoConfig) -> ImageRef:
+    """Return the clip of a video that an environment shows; `fps`: of a list of frames."""
+    if isinstance(value, (list, tuple)) and fps is not None:
+        value = {"frames": value, "fps": fps}
+    if isinstance(value, Path) or isinstance(value, str) and is_video_name(value):
+        value = os.path.abspath(value)
+    return to_clip_ref(value, root=Path("/"), settings=video)
 
 
 def plain_result(result: StepResult) -> StepResult:

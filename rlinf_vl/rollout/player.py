@@ -267,7 +267,7 @@ class Player(GroupPlayer):
         """Convert the environment's first messages to an observation."""
         messages = list(messages)
         try:
-            return observe(messages, problem, corrupted_images)
+            return observe(messages, problem, corrupted_images, self.settings.video)
         except Exception as error:
             # Messages that are the row's own fail by the row's fault.
             if messages == list(problem.messages):
@@ -315,7 +315,9 @@ class Player(GroupPlayer):
             if result.done or len(episode.turns) == self.settings.max_turns:
                 return _Step(result)
             try:
-                observation = observe(result.messages, problem, episode.corrupted_images)
+                observation = observe(
+                    result.messages, problem, episode.corrupted_images, self.settings.video
+                )
             except Exception as error:
                 raise self._unusable_reply(problem, error) from error
             try:

@@ -1,4 +1,4 @@
-"""Ranks that read their own rows of a checkpoint: what they have equals what transformers loads, they train as with whole weights, and
+"""Ranks that read their own rows of a checkpoint: they have what transformers loads, they train as with whole weights, and
 what they need of host memory while they load."""
 
 import threading

@@ -16,6 +16,24 @@ from rlinf_vl.config.schema.limits import (
 
 
 @dataclass
+class VideoConfig:
+    """How videos are sampled, once, before engine and trainer get the same frames (docs/video.md)."""
+
+    fps: float = key(2.0, POSITIVE)
+    """Frames sampled of each second of a video. A video given as a list of frames has so many a
+    second, unless it names its own `fps`."""
+    max_frames: int = key(32, AT_LEAST_1)
+    """Most frames of a video; of a longer one, so many are sampled evenly from its start to its
+    end."""
+    min_pixels: int | None = key(None, AT_LEAST_1)
+    """Smallest area of a frame; smaller ones are enlarged. null leaves them, so that the
+    checkpoint's own bound holds."""
+    max_pixels: int | None = key(200_704, AT_LEAST_1)
+    """Largest area of a frame; larger ones are scaled down where the video is read, and kept so.
+    null keeps up to a million pixels, so that the checkpoint's own bound holds."""
+
+
+@dataclass
 class DataConfig:
     train_data_paths: list[str] = MISSING
     """Files (parquet, json, jsonl, csv, tsv), HF dataset folders, folders of images, or hub names
@@ -33,8 +51,8 @@ class DataConfig:
     recognises them by the columns. It names what prompt_key, answer_key and image_keys leave at
     their defaults."""
     prompt_key: str = "problem"
-    """Column of the question: a text, `<image>` in it marks where an image stands, or chat
-    messages, which may hold images."""
+    """Column of the question: a text, `<image>` and `<video>` in it mark where an image or a video
+    stands, or chat messages, which may hold both."""
     answer_key: str = "answer"
     """Column of the reference answer, with or without \\boxed{}; a name with dots leads into a
     mapping (reward_model.ground_truth)."""
@@ -46,15 +64,19 @@ class DataConfig:
     it is imitated. null: all of them are, but those with `weight: 0` in the message."""
     image_keys: list[str] = field(default_factory=lambda: ["images"])
     """Columns that hold images, in order; [] for text only, or for images in chat messages."""
+    video_keys: list[str] | None = None
+    """Columns that hold videos, in order: files (bytes, paths, URLs) or lists of frames. null:
+    videos or video, where there is one; [] reads none."""
+    video: VideoConfig = field(default_factory=VideoConfig)
     image_root: str | None = None
-    """Folder that image paths are relative to and may not leave; null: the data set's own."""
+    """Folder that image and video paths are relative to and may not leave; null: the data set's own."""
     max_images_per_message: int | None = key(None, AT_LEAST_1)
     """Images shown of each message, the first so many; the others are left out, and counted
-    (data/dropped_images). null: all."""
+    (data/dropped_images). Videos are not counted, and stay. null: all."""
     max_images_per_sample: int | None = key(None, AT_LEAST_1)
     """Images shown of each prompt, all messages together; as max_images_per_message."""
     image_only_mode: bool = False
-    """Leave out rows without an image; they are counted (data/text_only_rows)."""
+    """Leave out rows without an image or a video; they are counted (data/text_only_rows)."""
     system_prompt: str | None = None
     """System message put before every problem."""
     prompt_suffix: str = ""
@@ -94,10 +116,10 @@ class DataConfig:
     image_max_pixels: int | None = key(None, AT_LEAST_1)
     """Largest image area after resizing; null is the checkpoint's own."""
     blank_images: bool = False
-    """Diagnostic: replace every image by a blank one of its size. What is still learned is not
-    seen."""
+    """Diagnostic: replace every image, and every frame of a video, by a blank one of its size. What
+    is still learned is not seen."""
     image_hosts: list[str] = field(default_factory=list)
-    """Hosts that images given as http(s) URLs are fetched from, redirects included, by name without
+    """Hosts that images and videos given as http(s) URLs are fetched from, redirects included, by name without
     port; each is kept in the cache folder (RLINF_VL_CACHE) from then on. [] fetches nothing: such a
     row is bad."""
     max_bad_rows: float = key(0.05, SHARE)

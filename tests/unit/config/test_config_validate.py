@@ -351,6 +351,13 @@ RULES = [
         ["data.image_min_pixels=9", "data.image_max_pixels=4", "lower it"],
     ),
     (["data.image_keys=[a,b,a]"], ["data.image_keys: a named twice", "['a', 'b', 'a']"]),
+    (["data.image_keys=[a,b]", "data.video_keys=[b]"], ["data.image_keys: b named twice"]),
+    (
+        ["data.video={min_pixels: 9, max_pixels: 8}"],
+        ["data.video.min_pixels=9 exceeds data.video.max_pixels=8"],
+    ),
+    (["data.video.fps=0"], ["data.video.fps"]),
+    (["data.video.max_frames=0"], ["data.video.max_frames"]),
     (["data.train_data_paths=[]"], ["data.train_data_paths: empty", "hf://"]),
     (
         ["data.train_data_paths=[/no/such.parquet]"],

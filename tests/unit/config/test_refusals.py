@@ -117,8 +117,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ),
     # data
     ([train_on("videos.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/videos.jsonl: 20 of the first 20 rows can't be used"]),
-    ([train_on("videos.json"), NO_IMAGES, "data.prompt_key=messages"], ["FILES/videos.json: 20 of", "content part {'type':"]),
-    ([train_on("clips.parquet"), NO_IMAGES], ["FILES/clips.parquet: 20 of", "column 'videos' holds", "not supported"]),
+    ([train_on("videos.json"), NO_IMAGES, "data.prompt_key=messages"], ["FILES/videos.json: 20 of", "1 <video> and the row 0"]),
+    ([train_on("clips.parquet"), NO_IMAGES], ["FILES/clips.parquet: 20 of", "video 0: 'a.mp4' is neither base64"]),
     ([train_on("good.jsonl")], ["data.image_keys: column 'images' not in FILES/good.jsonl", "data.image_keys=[]"]),
     ([train_on("good.jsonl"), NO_IMAGES, "data.prompt_key=problm"], ["data.prompt_key: column 'problm'", "'problem'?"]),
     ([train_on("other-names.parquet"), NO_IMAGES], ["data.prompt_key: column 'problem'", "columns are answer, question"]),

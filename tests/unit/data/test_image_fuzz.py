@@ -17,7 +17,7 @@ from rlinf_vl.data.unusable import ImageError
 
 KINDS = (
     "not an image",
-    "video",
+    "video among images",
     "image too large",
     "image too narrow",
     "image can't be decoded",

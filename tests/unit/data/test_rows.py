@@ -273,34 +273,29 @@ def test_unusable_answers_are_the_rows_error(value: Any) -> None:
         ),
         ([{"role": "user", "content": [{"type": "audio"}]}], [A], "neither text nor an image"),
         (
-            [{"role": "user", "content": [{"type": "video"}]}],
+            [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}],
             [A],
-            "content part {'type': 'video'}: videos are not supported",
+            "the prompt has 1 <video> and the row 0 videos",
         ),
         (
-            [{"role": "user", "content": [{"type": "video_url"}]}],
-            [A],
-            "videos are not supported; give frames as images",
+            [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a.mp4"}}]}],
+            None,
+            "column 'problem', video 0: 'a.mp4' is neither base64 of a video",
         ),
         (
             "What happens in <video>?",
             None,
-            "column 'problem' has a <video>: videos are not supported",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "a<video>b"}]}],
-            [A],
-            "has a <video>",
+            "the prompt has 1 <video> and the row 0 videos",
         ),
         (
             "Find x.",
             "clip.MP4",
-            "column 'images', image 0: path 'clip.MP4' is a video's; videos are not supported",
+            "column 'images', image 0: path 'clip.MP4' is a video's; name its column in",
         ),
         (
             "Find x.",
             [A, b"\0\0\0\x20ftypisom" + bytes(40)],
-            "image 1: .* are a video; videos are not supported",
+            "image 1: .* are a video; name its column in data.video_keys",
         ),
         (
             [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
@@ -333,40 +328,29 @@ def test_unusable_rows_name_themselves_and_the_reason(
         ({"problem": "x", "images": "gone.png", "answer": "6"}, "image file can't be read"),
         ({"problem": "x", "images": "http://a.org/a.png", "answer": "6"}, "image not fetched"),
         ({"problem": "x", "images": None}, "column missing"),
-        ({"problem": "x", "images": None, "answer": "6", "videos": ["a.mp4"]}, "video"),
-        (
-            {"problem": "x", "images": None, "answer": "6", "video": {"bytes": b"", "path": None}},
-            "video",
-        ),
+        ({"problem": "x", "images": "a.mp4", "answer": "6"}, "video among images"),
+        ({"problem": "x", "answer": "6", "videos": ["a.mp4"]}, "video file can't be read"),
+        ({"problem": "x", "answer": "6", "video": {"bytes": b"x"}}, "video can't be decoded"),
+        ({"problem": "x<video>", "answer": "6", "video": None}, "placeholders and videos disagree"),
     ],
 )
 def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None:
+    form = RowFormat().for_columns(row) if {"video", "videos"} & row.keys() else RowFormat()
     with pytest.raises(RowError) as caught:
-        row_to_problem(row, "d:0", RowFormat())
+        row_to_problem(row, "d:0", form)
     assert kind_and_reason(caught.value) == (kind, caught.value.reason)
     assert kind_and_reason(KeyError("x")) == ("KeyError", "'x'")
 
 
-def test_an_empty_column_of_videos_and_frames_as_images_are_no_videos(tmp_path: Path) -> None:
+def test_an_empty_column_of_videos_and_frames_as_images_are_no_videos() -> None:
     for empty in (None, [], ""):
         assert row_to_problem(
-            {"problem": "x", "images": A, "answer": "6", "videos": empty}, "d:0", RowFormat()
+            {"problem": "x", "images": A, "answer": "6", "videos": empty},
+            "d:0",
+            RowFormat(video_keys=["videos"]),
         ).images
     row = {"problem": "x", "video": [A, B], "answer": "6"}
     assert len(row_to_problem(row, "d:0", RowFormat(image_keys=["video"])).images) == 2
-    table = {
-        "problem": ["x", "y"],
-        "images": [[A], [B]],
-        "answer": ["1", "2"],
-        "videos": [None, [b"bytes of one"]],
-    }
-    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
-    dataset = ProblemDataset([str(tmp_path / "rows.parquet")], "train")
-    assert "videos" not in dataset[0].columns or not dataset[0].columns["videos"]
-    with pytest.raises(
-        RowError, match="row rows:1: column 'videos' holds .*: videos are not supported"
-    ):
-        dataset[1]
 
 
 def test_a_missing_column_is_named_with_the_nearest() -> None:

@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
+from rlinf_vl.config.schema.data import VideoConfig
+from rlinf_vl.data.clips import clip_of, frame_refs
 from rlinf_vl.data.images import decode
+from rlinf_vl.data.unusable import ImageError
+from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.rollout.observation import SMALL, Observation, observe
 from rlinf_vl.types import Problem
+from tests.videos import pixels, video
 
 
 def shown(*pictures: np.ndarray) -> Observation:
@@ -38,3 +43,43 @@ def test_arrays_of_one_content_and_different_shapes_are_different_pictures():
         decode(image).size for image in shown(flat.reshape(4, 8, 3), flat.reshape(8, 4, 3)).images
     ]
     assert sizes == [(8, 4), (4, 8)]
+
+
+def test_a_video_is_shown_in_every_form(tmp_path, monkeypatch):
+    data, frames = video(20), np.stack([pixels(i, 6) for i in range(6)])
+    (tmp_path / "a.mp4").write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    settings = VideoConfig(fps=8.0, max_frames=5)
+    mp4 = to_clip_ref(data, root=None, settings=settings)
+    row_video = to_clip_ref(video(9), root=None, settings=settings)
+    problem = Problem("p", (), "", (row_video,))
+    parts = [
+        {"type": "video", "video": data},
+        {"type": "video_url", "video_url": {"url": str(tmp_path / "a.mp4")}},
+        {"type": "video", "video": "a.mp4"},
+        {"type": "text", "text": "and"},
+        {"type": "video", "video": list(frames)},
+        {"type": "video", "video": frames, "fps": None},
+        {"type": "video", "video": list(frames), "fps": 2},
+        {"type": "video_url", "video_url": {"url": row_video.url}},
+        {"type": "image", "image": frames[0]},
+    ]
+    seen = observe([{"role": "user", "content": parts}], problem, video=settings)
+    assert seen.images[:3] == (mp4,) * 3 and seen.images[6] == row_video
+    assert seen.images[3] == seen.images[4] and len(clip_of(seen.images[3]).frames) == 5
+    assert clip_of(seen.images[5]).timestamps == (0, 0.5, 1.0, 2.0, 2.5)
+    last = frame_refs(seen.images[5])[-1]
+    assert np.array_equal(np.asarray(decode(last)), frames[5])
+    content = seen.messages[0]["content"]
+    kinds = ["video_url"] * 3 + ["text"] + ["video_url"] * 4 + ["image_url"]
+    assert [part["type"] for part in content] == kinds
+    urls = [part[part["type"]]["url"] for part in content if part["type"] != "text"]
+    assert urls == [image.url for image in seen.images]
+
+
+@pytest.mark.parametrize("value", [[], b"no video", "image://0", np.zeros((2, 8, 8, 3)), None])
+def test_an_unusable_video_is_refused(value):
+    with pytest.raises(ImageError):
+        observe(
+            [{"role": "user", "content": [{"type": "video", "video": value}]}], Problem("p", (), "")
+        )

@@ -740,14 +740,14 @@ def test_a_later_answer_brings_the_routes_of_the_last_token_and_leaves_the_earli
     "part",
     [{"type": "video_url", "video_url": {"url": "a.mp4"}}, {"type": "video", "video": "a.mp4"}],
 )
-def test_a_video_of_an_environment_is_told(processor, env_class, part):
+def test_an_unusable_video_of_an_environment_is_told(processor, env_class, part):
     env_class.script = (StepResult([{"role": "user", "content": [part]}], 0.0, False),)
     group, _ = play(player_of(processor, Scripted(processor), env_class))
     (t,) = group.trajectories
     assert t.error is not None and t.error.startswith(
         "environment: 'scripted' answered what can't follow"
     )
-    assert "videos are not supported; give frames as images" in t.error
+    assert "'/" in t.error and "a.mp4' is neither base64 of a video nor a file in /" in t.error
 
 
 def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_clean_ones(
