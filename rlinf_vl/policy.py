@@ -41,6 +41,7 @@ class Policy:
         engine: the engine that samples.
         renderer: renders messages by the chat template.
         context_length: most tokens of a prompt and its answer.
+        video: how videos are sampled.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Policy:
         video: VideoConfig | None = None,
     ) -> None:
         self._processor = processor
-        self._video = video or VideoConfig()
+        self.video = video or VideoConfig()
         # Of the text: the vision tower has positions of its own.
         text_config = model.config.get_text_config()
         self.context_length: int = text_config.max_position_embeddings
@@ -101,7 +102,7 @@ class Policy:
         observation = observe(
             [_with_files(message) for message in messages],
             Problem("", (), ""),
-            video=self._video,
+            video=self.video,
         )
         ids, grids = self.renderer.prompt(observation.messages, observation.images)
         sampling = SamplingParams(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlinf_vl.agents.chat import ChatRequest, Reply
 from rlinf_vl.agents.endpoint import Endpoint
+from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.policy import Policy, load_policy
 from rlinf_vl.rollout.agent_session import AgentLimits, AgentSession
@@ -38,7 +39,13 @@ class ServedPolicy:
             seq_length=policy.context_length,
             allow_sampling=True,
             seq_length_key="the model's context",
+            video=policy.video,
         )
+
+    @property
+    def video(self) -> VideoConfig:
+        """How videos that requests show are sampled."""
+        return self._limits.video
 
     @property
     def images(self) -> dict[str, ImageRef]:

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlinf_vl.config.schema.data import VideoConfig
+from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import ImageError, shorten
+from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.envs.tool import OPEN, parse_tool_calls
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message
 
@@ -188,13 +191,16 @@ def reply_of(
 # --- requests -------------------------------------------------------------------------------------
 
 
-def parse_chat(body: Any, known_images: MutableMapping[str, ImageRef]) -> ChatRequest:
+def parse_chat(
+    body: Any, known_images: MutableMapping[str, ImageRef], video: VideoConfig
+) -> ChatRequest:
     """Check a chat request, and return it.
 
     Args:
         body: the decoded JSON.
         known_images: images by address: the problem's, which messages may name, and those that were
             sent before. Those that are new are added: agents send a conversation's in every call.
+        video: data.video.
 
     Raises:
         ChatError: it is malformed, or asks for what is not supported.
@@ -215,7 +221,7 @@ def parse_chat(body: Any, known_images: MutableMapping[str, ImageRef]) -> ChatRe
     plain_messages, keys = [], []
     for number, message in enumerate(messages):
         try:
-            plain, key = _plain_message(message, known_images, images)
+            plain, key = _plain_message(message, known_images, images, video)
         except (ImageError, ValueError) as error:
             raise ChatError(f"messages[{number}]: {error}", param="messages") from error
         plain_messages.append(plain)
@@ -319,7 +325,10 @@ def _tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[bool,
 
 
 def _plain_message(
-    message: Any, known_images: MutableMapping[str, ImageRef], images: dict[str, ImageRef]
+    message: Any,
+    known_images: MutableMapping[str, ImageRef],
+    images: dict[str, ImageRef],
+    video: VideoConfig,
 ) -> tuple[Message, str]:
     """Return a message in the form of chat templates, and its key; adds its images to `images`.
 
@@ -336,7 +345,7 @@ def _plain_message(
     if isinstance(content, str):
         plain["content"] = key_content = content
     elif isinstance(content, list):
-        plain["content"] = [_plain_part(part, known_images, images) for part in content]
+        plain["content"] = [_plain_part(part, known_images, images, video) for part in content]
         # Some clients send a text as a list of one part.
         texts = [part["text"] for part in plain["content"] if part["type"] == "text"]
         key_content = texts[0] if len(texts) == len(content) == 1 else plain["content"]
@@ -359,28 +368,34 @@ def _plain_message(
 
 
 def _plain_part(
-    part: Any, known_images: MutableMapping[str, ImageRef], images: dict[str, ImageRef]
+    part: Any,
+    known_images: MutableMapping[str, ImageRef],
+    images: dict[str, ImageRef],
+    video: VideoConfig,
 ) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind != "image_url":
-        raise ValueError(f"a part of type {kind!r}: text and image_url are supported")
-    value = part.get("image_url")
+    if kind not in ("image_url", "video_url"):
+        raise ValueError(f"a part of type {kind!r}: text, image_url and video_url are supported")
+    value = part.get(kind)
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str):
-        raise ValueError(f"the image_url {shorten(repr(value))} has no url")
+        raise ValueError(f"the {kind} {shorten(repr(value))} has no url")
     if url in known_images:
         image = known_images[url]
     elif url.startswith(IMAGE_URL_PREFIX):
-        raise ValueError(f"{shorten(url)} is no image of the problem")
+        raise ValueError(f"{shorten(url)} is no {kind.removesuffix('_url')} of the problem")
+    elif url.startswith("data:") and kind == "video_url":
+        image = known_images[url] = to_clip_ref(url, root=None, settings=video)
     elif url.startswith("data:"):
         image = known_images[url] = to_image_ref(url, root=None)
     else:
         raise ValueError(f"{shorten(url)} is no data URI; nothing is fetched")
     # By hash: an image that is sent in every call is one image.
     images[image.url] = image
-    return {"type": "image_url", "image_url": {"url": image.url}}
+    kind = "video_url" if is_clip(image) else "image_url"
+    return {"type": kind, kind: {"url": image.url}}
 
 
 def _call_key(call: Any) -> tuple[str, str, str]:

@@ -16,12 +16,15 @@ from typing import Any
 
 from PIL import Image
 
+from rlinf_vl.data.clips import frame_refs, is_clip
 from rlinf_vl.data.images import decode
 from rlinf_vl.rewards.result import RIGHT
 from rlinf_vl.types import ImageRef, Message, Problem
 
 #: Image format by the first bytes of a file, for a data URI; PNG for any other.
 _MEDIA_TYPES = {b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
+#: Media type of a video's sampled frames and times, which an agent passes on as they are.
+CLIP_TYPE = "video/x-rlinf-vl-clip"
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class AgentTask:
 
     @cached_property
     def images(self) -> list[Image.Image]:
-        """The row's images, RGB."""
-        return [decode(image) for image in self.problem.images]
+        """The row's images, RGB; of a video, its sampled frames."""
+        return [decode(frame) for image in self.problem.images for frame in frame_refs(image)]
 
     @cached_property
     def messages(self) -> list[Message]:
@@ -84,8 +87,10 @@ class AgentTask:
 
 
 def data_uri(image: ImageRef) -> str:
-    """Return an image's bytes as a data URI."""
+    """Return the bytes of an image, or of a clip, as a data URI."""
     data = bytes(image.data)
+    if is_clip(image):
+        return f"data:{CLIP_TYPE};base64,{base64.b64encode(data).decode()}"
     kind = next((kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), "png")
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -96,8 +101,9 @@ def _with_uris(message: Message, uris: Mapping[str, str]) -> Message:
         return message
     parts = []
     for part in message["content"]:
-        if part.get("type") == "image_url":
-            part = part | {"image_url": {"url": uris[part["image_url"]["url"]]}}
+        kind = part.get("type")
+        if kind in ("image_url", "video_url"):
+            part = part | {kind: {"url": uris[part[kind]["url"]]}}
         parts.append(part)
     return message | {"content": parts}
 

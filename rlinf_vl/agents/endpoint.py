@@ -21,6 +21,7 @@ from rlinf_vl.agents.chat import (
     completion_json,
     parse_chat,
 )
+from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.types import ImageRef
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,11 @@ class Session(Protocol):
     @property
     def images(self) -> MutableMapping[str, ImageRef]:
         """The images that messages may name, and those that were sent, by address."""
+        ...
+
+    @property
+    def video(self) -> VideoConfig:
+        """How videos that are sent are sampled."""
         ...
 
 
@@ -167,9 +173,9 @@ class Endpoint:
             session = self._session_of(request)
             body = await _body_of(request)
             if len(body) < IN_THREAD:
-                chat = _parsed(body, session.images)
+                chat = _parsed(body, session.images, session.video)
             else:
-                chat = await asyncio.to_thread(_parsed, body, session.images)
+                chat = await asyncio.to_thread(_parsed, body, session.images, session.video)
             reply = await session.complete(chat)
         except ChatError as error:
             return self.refuse(error)
@@ -229,12 +235,12 @@ async def _body_of(request: Any) -> bytes:
     return b"".join(pieces)
 
 
-def _parsed(body: bytes, images: MutableMapping[str, ImageRef]) -> ChatRequest:
+def _parsed(body: bytes, images: MutableMapping[str, ImageRef], video: VideoConfig) -> ChatRequest:
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ChatError(f"the request is no JSON: {error}") from error
-    return parse_chat(decoded, images)
+    return parse_chat(decoded, images, video)
 
 
 async def _events(chat: ChatRequest, reply: Reply) -> AsyncIterator[str]:

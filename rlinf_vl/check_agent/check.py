@@ -14,6 +14,7 @@ from rlinf_vl.agents.contract import result_of
 from rlinf_vl.agents.drivers import AgentDriver, AgentFailed
 from rlinf_vl.check_agent.observed import BLOCK_S, LoopWatch, ObservedDriver, ObservedEndpoint
 from rlinf_vl.check_agent.scripted_policy import ScriptedEngine, scripted_processor
+from rlinf_vl.data.clips import frame_refs
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.unusable import shorten
 from rlinf_vl.engines.base import Engine
@@ -340,7 +341,8 @@ class AgentCheck(Findings):
         for episode in episodes:
             images = {ref.hash: ref for s in episode.trajectory.sequences for ref, _ in s.images}
             counts.append(len(images))
-            pictures = [decode(image) for image in images.values()]
+            frames = [frame for image in images.values() for frame in frame_refs(image)]
+            pictures = [decode(frame) for frame in frames]
             sizes.update(f"{picture.width}×{picture.height}" for picture in pictures)
         sizes_text = ", ".join(f"{size} ({n} times)" for size, n in sizes.most_common(5)) or "none"
         return f"{min(counts)} to {max(counts)} of a trajectory; sizes: {sizes_text}"

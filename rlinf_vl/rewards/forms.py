@@ -343,7 +343,13 @@ class RewardFunction:
         if self.wants_images and "images" not in offered:
             from PIL import Image  # imported late: checking a config needs no images
 
-            images = [Image.open(io.BytesIO(image.data)) for image in problem.images]
+            from rlinf_vl.data.clips import frame_refs
+
+            images = [
+                Image.open(io.BytesIO(frame.data))
+                for image in problem.images
+                for frame in frame_refs(image)
+            ]
             offered["images"] = [images] * len(answers) if self.form.of_group else images
         positional = [offered.pop("")] if "" in offered else []
         named = {

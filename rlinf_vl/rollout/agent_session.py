@@ -24,6 +24,7 @@ from functools import lru_cache
 import numpy as np
 
 from rlinf_vl.agents.chat import ChatError, ChatRequest, Reply, reply_of
+from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.engines.base import EngineDied
@@ -90,12 +91,14 @@ class AgentLimits:
         seq_length: most distinct tokens of a trajectory.
         allow_sampling: whether a call may choose its temperature and top_p.
         seq_length_key: what messages about `seq_length` call it.
+        video: `data.video`, for videos that it sends.
     """
 
     max_calls: int
     seq_length: int
     allow_sampling: bool = False
     seq_length_key: str = "runner.seq_length"
+    video: VideoConfig = field(default_factory=VideoConfig)
 
 
 class AgentSession:
@@ -103,7 +106,8 @@ class AgentSession:
 
     Attributes:
         state: the trajectory so far.
-        images: the problem's images and those that were sent, by address.
+        images: the problem's images and clips and those that were sent, by address.
+        video: how videos that are sent are sampled.
         failure: the error that ends the trajectory: the engine's, not the agent's.
         turn_of: reply id → number of its turn.
         last_reply: the text of the reply that was returned last; None before the first one.
@@ -126,6 +130,7 @@ class AgentSession:
         self.turn_of: dict[str, int] = {}
         self.last_reply: str | None = None
         self.limit_reached = False
+        self.video = limits.video
         self._sampling, self._client, self._limits = sampling, client, limits
         self._first_calls, self._place = first_calls, place
         self._calls: list[AgentCall] = []
@@ -429,8 +434,8 @@ def _images_of(messages: Sequence[dict], chat: ChatRequest) -> tuple[ImageRef, .
     for message in messages:
         content = message["content"]
         for part in content if isinstance(content, list) else ():
-            if part["type"] == "image_url":
-                images.append(chat.images[part["image_url"]["url"]])
+            if part["type"] != "text":
+                images.append(chat.images[part[part["type"]]["url"]])
     return tuple(images)
 
 

@@ -162,6 +162,7 @@ class GroupSampler:
             episode_timeout_s=config.rollout.episode_timeout,
             penalize_faults=config.rollout.faults == "penalize",
             privileged_template=config.algorithm.distillation.privileged_template,
+            video=config.data.video,
         )
         self.player: GroupPlayer = (
             _agent_player(config, client, settings, scorer, first_report)
@@ -455,7 +456,9 @@ def _agent_player(
         else:
             driver = ProcessFunctionDriver(function, files, agent.timeout, agent.processes)
     max_calls = min(agent.max_calls, config.rollout.max_turns or agent.max_calls)
-    limits = AgentLimits(max_calls, config.runner.seq_length, agent.allow_sampling)
+    limits = AgentLimits(
+        max_calls, config.runner.seq_length, agent.allow_sampling, video=config.data.video
+    )
     return AgentPlayer(
         client,
         settings,
