@@ -28,7 +28,7 @@ from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.data.video_decoding import fitted_size, frame_count
 from rlinf_vl.data.videos import to_clip_ref, video_values
 from rlinf_vl.types import ImageRef
-from tests.videos import HEIGHT, WIDTH, index_of, pixels, sound, video
+from tests.video_files import HEIGHT, WIDTH, index_of, pixels, sound, video
 
 
 def without_frames() -> bytes:

@@ -12,7 +12,7 @@ from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.rows import row_to_problem
 from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.types import IMAGE_URL_PREFIX
-from tests.videos import video
+from tests.video_files import video
 
 SETTINGS = VideoConfig(fps=4.0, max_frames=6)
 ROW = {"problem": "<video>Which way?", "answer": "left", "videos": [video(12)]}

@@ -10,7 +10,7 @@ from rlinf_vl.data.unusable import ImageError
 from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.rollout.observation import SMALL, Observation, observe
 from rlinf_vl.types import Problem
-from tests.videos import pixels, video
+from tests.video_files import pixels, video
 
 
 def shown(*pictures: np.ndarray) -> Observation:
