@@ -20,6 +20,8 @@ class ToyEntry(NamedTuple):
 #: The side in pixels of an image token of their checkpoints.
 TOKEN_SIDE = 16
 _QUESTION_COLUMNS = ("id", "problem", "images", "answer")
+_VIDEO_COLUMNS = ("id", "problem", "videos", "answer")
+_VIDEO_ROWS = {"train": 2976, "val": 120}
 _QUESTION_ROWS = {"train": 5840, "val": 152}
 TOYS = {
     "toy": ToyEntry("rlinf_vl.toy.drawings:TOY", _QUESTION_COLUMNS, _QUESTION_ROWS),
@@ -38,6 +40,10 @@ TOYS = {
         ("id", "messages", "problem", "images", "answer"),
         {"train": 8960, "val": 152},
     ),
+    "toy-video": ToyEntry("rlinf_vl.toy.motion:TOY", _VIDEO_COLUMNS, _VIDEO_ROWS),
+    # Controls, of which nothing can be learned: frames in random order, the first frame alone.
+    "toy-video-shuffled": ToyEntry("rlinf_vl.toy.motion:SHUFFLED", _VIDEO_COLUMNS, _VIDEO_ROWS),
+    "toy-video-first": ToyEntry("rlinf_vl.toy.motion:FIRST", _VIDEO_COLUMNS, _VIDEO_ROWS),
     # The data of `toy` with models of other families.
     "toy-qwen3_5": ToyEntry(
         "rlinf_vl.toy.drawings:QWEN3_5", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_5"

@@ -27,8 +27,8 @@ class Toy:
         sources: files that determine data and demonstrations; a change of one rebuilds both.
         make_rows: makes the rows of a split, with the columns of `TOYS`; deterministic.
         demonstrate: draws one conversation to imitate from a random stream. User and assistant
-            messages alternate; pictures are {"type": "image", "image": uint8 [H, W, 3]}, their
-            sides multiples of 16. Only the assistant's messages carry loss.
+            messages alternate; pictures are {"type": "image", "image": uint8 [H, W, 3]} and videos
+            {"type": "video", "video": uint8 [T, H, W, 3]}, their sides multiples of 16. Only the assistant's messages carry loss.
         words: pieces of text that are one token each, besides `rlinf_vl.toy.files.WORDS`.
         steps: optimizer steps of the warm start.
         batch_size: conversations in a step of the warm start.
@@ -75,10 +75,11 @@ def toy_dataset_path(
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        text, images = pa.string(), pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-        schema = pa.schema(
-            {column: images if column == "images" else text for column in TOYS[toy].columns}
-        )
+        files = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+        types = dict.fromkeys(TOYS[toy].columns, pa.string()) | {
+            column: files for column in ("images", "videos") if column in TOYS[toy].columns
+        }
+        schema = pa.schema(types)
         pq.write_table(pa.Table.from_pylist(task.make_rows(split), schema=schema), path)
 
     version = source_version(*task.sources, __file__)
