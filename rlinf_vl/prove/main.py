@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.models.families import FAMILIES, family_at, family_of
 from rlinf_vl.models.family import Family
+from rlinf_vl.models.loading import TOKENIZER_AND_PROCESSOR_FILES
 from rlinf_vl.prove.certificate import Outcome, outcomes_of, write_certificate
 from rlinf_vl.prove.member import Member, member_of
 from rlinf_vl.prove.proofs import Proofs
@@ -38,10 +40,12 @@ def main(arguments: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the number of threads changes the order of sums
     try:
-        with _checkpoint_folder(arguments.checkpoint) as folder:
-            config = _config_of(arguments.checkpoint)
-            family = _family(arguments, config)
-            proofs = Proofs(_member(family, config, folder))
+        config = _config_of(arguments.checkpoint)
+        files = _files_of(arguments.checkpoint)
+        with _image_processor_folder(files) as folder:
+            tokenizer_folder = files if files and _has_tokenizer(files) else None
+            family = _family(arguments, config, tokenizer_folder)
+            proofs = Proofs(_member(family, config, folder), tokenizer_folder)
             chosen = _chosen_paths(arguments.paths, proofs)
             outcomes: list[Outcome] = []
             for outcome in outcomes_of(proofs, chosen.__contains__):
@@ -63,11 +67,24 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _files_of(checkpoint: str) -> Path | None:
+    """Return the folder of the checkpoint's small files, None for a model type."""
+    if Path(checkpoint).exists():
+        return Path(checkpoint)
+    if "/" not in checkpoint:
+        return None
+    return Path(snapshot_download(checkpoint, allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES)))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
+
+
 @contextmanager
-def _checkpoint_folder(checkpoint: str) -> Iterator[Path]:
+def _image_processor_folder(files: Path | None) -> Iterator[Path]:
     """Yield the folder of the image processor: the checkpoint's, else an empty one."""
-    if Path(checkpoint, "preprocessor_config.json").is_file():
-        yield Path(checkpoint)
+    if files and (files / "preprocessor_config.json").is_file():
+        yield files
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
@@ -89,8 +106,11 @@ def _config_of(checkpoint: str) -> PretrainedConfig:
         ) from None
 
 
-def _family(arguments: argparse.Namespace, config: PretrainedConfig) -> Family:
+def _family(
+    arguments: argparse.Namespace, config: PretrainedConfig, tokenizer_folder: Path | None
+) -> Family:
     """Return the family that the arguments name, or else that of the config."""
+    checkpoint = tokenizer_folder or ""  # without a tokenizer, image tokens have no texts
     paths = arguments.vision_tower, arguments.text_model  # of `family_at`
     if any(paths) and not all(paths):
         raise ConfigError("--vision-tower and --text-model go together")
@@ -98,15 +118,14 @@ def _family(arguments: argparse.Namespace, config: PretrainedConfig) -> Family:
         raise ConfigError("--family and --vision-tower name two families")
     try:
         if all(paths):
-            # Without a tokenizer: a member's image tokens are those of its config.
-            return family_at(config, paths, "")
+            return family_at(config, paths, checkpoint)
         if arguments.family and not is_code(arguments.family):
             raise ConfigError(
                 f"--family {arguments.family!r}: a family of your own is path/to/file.py:NAME"
             )
         if arguments.family:
             return family_of(arguments.family)
-        return family_at(config)
+        return family_at(config, None, checkpoint)
     except (ValueError, CodeError) as error:
         raise ConfigError(str(error)) from error
 

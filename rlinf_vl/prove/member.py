@@ -4,7 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> M
         return Member(family, tiny, None)
     if family.image_processor is TileImages:
         # Of the tiny tower's size, which the checkpoint's processor does not cut.
-        family = family_at(tiny)
+        family = replace(family, blank_tokens=family_at(tiny).blank_tokens)
         return Member(family, tiny, MemberTiles(tiny, family.blank_tokens))
     folder = Path(folder)
     if not (folder / "preprocessor_config.json").exists():

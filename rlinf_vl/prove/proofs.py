@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
 from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
@@ -32,6 +33,7 @@ from rlinf_vl.prove.problems import (
     random_request,
     tree_groups,
 )
+from rlinf_vl.prove.prompts import prompt_figures
 from rlinf_vl.prove.ranks import step_on_ranks
 from rlinf_vl.prove.reference import (
     all_logprobs,
@@ -64,14 +66,18 @@ class Proofs:
 
     Attributes:
         member: the member.
+        tokenizer_folder: the folder of the checkpoint's tokenizer, None for a bare model type.
         paths: the proofs by the name of their path, cheap ones first.
     """
 
     member: Member
+    tokenizer_folder: Path | None = None
     paths: dict[str, Callable[[], Figures]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.paths = {
+            "prompts": self.prompts,
+            "positions": self.positions,
             "packed": self.packed,
             "shared": self.shared,
             "tree": self.tree,
@@ -89,6 +95,37 @@ class Proofs:
         """The largest difference that proves a path."""
         recurrent = self.member.family.decode_state(self.member.config).row_shapes
         return RECURRENT_LIMIT if recurrent else LIMIT
+
+    # --- inputs -----------------------------------------------------------------------------------
+
+    def prompts(self) -> Figures:
+        """Compare ids, placeholders and pixels of conversations with those of its processor."""
+        if self.tokenizer_folder is None:
+            raise Refused("no tokenizer in a model type; give a folder")
+        if AutoTokenizer.from_pretrained(self.tokenizer_folder).chat_template is None:
+            raise Refused("the tokenizer has no chat template")
+        return prompt_figures(self.member.family, self.tokenizer_folder)
+
+    def positions(self) -> Figures:
+        """Compare positions of several pictures of odd sizes with transformers'."""
+        model, differences = self.member.model(), []
+        owner = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
+        rng = np.random.default_rng(3)
+        for sizes in (SIZES, SIZES[::-1], SIZES[:1] * 2, ()):
+            request = random_request(self.member, rng, sizes)
+            ids, grids = request.ids.astype(np.int64), request.image_grids
+            positions = self.member.family.positions(ids, grids, self.member.image_tokens)
+            expected = np.tile(np.arange(len(ids)), (4, 1))
+            if owner is not None:
+                row = torch.from_numpy(ids)[None]
+                of_grids, _ = owner.get_rope_index(
+                    row,
+                    mm_token_type_ids=(row == self.member.image_tokens.id).int(),
+                    image_grid_thw=torch.from_numpy(grids) if len(grids) else None,
+                )
+                expected[1:] = of_grids[:, 0].numpy()
+            differences.append(float(np.abs(positions - expected).max()))
+        return (_largest(differences),)
 
     # --- packed rows ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rlinf_vl.config.chat_template import unnamed_variables
 from rlinf_vl.data.clips import is_clip
@@ -390,6 +391,8 @@ class Renderer:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any
     ) -> str:
         options = {"add_generation_prompt": True} | self._options | options
+        if not self._shows_image_urls:
+            messages = [_with_image_parts(message) for message in messages]
         rendered = self._tokenizer.apply_chat_template(
             list(map(with_video_parts, messages)),
             tools=list(tools) or None,
@@ -398,6 +401,18 @@ class Renderer:
         )
         assert isinstance(rendered, str)
         return rendered
+
+    @cached_property
+    def _shows_image_urls(self) -> bool:
+        """Whether the template knows OpenAI's name of an image; those of LLaVA and InternVL do not."""
+        texts = []
+        for image in ([], [{"type": "image_url", "image_url": {"url": ""}}]):
+            question = {"role": "user", "content": [*image, {"type": "text", "text": "a"}]}
+            try:
+                texts.append(self._tokenizer.apply_chat_template([question], tokenize=False))
+            except TemplateError:
+                return False
+        return texts[0] != texts[1]
 
     def _expand(self, ids: list[int], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32 [P], grids int32 [len(images), 3]) with the images' ids."""
@@ -494,6 +509,15 @@ class Renderer:
 def _images(observations: Iterable[Observation]) -> list[ImageRef]:
     """Return the images of all observations, in order."""
     return [image for observation in observations for image in observation.images]
+
+
+def _with_image_parts(message: Message) -> Message:
+    """Return a message whose images have the name that transformers gives them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "image"} if part.get("type") == "image_url" else part for part in content]
+    return {**message, "content": parts}
 
 
 def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
