@@ -102,7 +102,9 @@ class SglangEngine:
             if part_of(name, family) != "language_model":
                 self.tower_weights |= engine_shapes.keys()
         mixture = family.mixture(config) if settings.report_routes else None
-        self.requests = Requests(settings, pixels, banned, image_tokens, mixture, request_timeout_s)
+        self.requests = Requests(
+            settings, pixels, banned, image_tokens, family.positions, mixture, request_timeout_s
+        )
         kv_tokens = 0
         if settings.device == "cpu":
             state = family.decode_state(config)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlinf_vl.data.clips import is_clip
 from rlinf_vl.engines.sglang import masked
 from rlinf_vl.engines.sglang.pixels import MappedPatches
 from rlinf_vl.models.image_tokens import ImageTokens
@@ -22,6 +23,8 @@ from rlinf_vl.weights.buckets import Label, flatten
 
 #: The bias of banned ids' logits: its exp is exactly 0. SGLang's logprobs leave such ids out, too.
 BAN = -1e9
+#: First and last position of each run of placeholders of an image.
+Runs = list[tuple[int, int]]
 
 
 def parameters(sampling: SamplingParams, bans: dict[str, float]) -> dict[str, Any]:
@@ -47,7 +50,9 @@ class SentImage:
     Attributes:
         patches: pixels from the trainer's image processor.
         grid: (t, h, w) in patches.
-        run: first and last position of its placeholders in the ids.
+        runs: first and last position of each run of its placeholders in the ids: one of a picture, one
+            or several of a clip.
+        is_clip: whether it is the clip of a video.
         identity: 32 bytes. Images with the same identity are the same image to SGLang's prefix
             cache, and to its cache of embeddings, which survives every update. So the identity
             depends on the vision tower's weights, too.
@@ -55,40 +60,50 @@ class SentImage:
 
     patches: MappedPatches
     grid: tuple[int, int, int]
-    run: tuple[int, int]
+    runs: Runs
+    is_clip: bool
     identity: bytes
 
 
-def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[tuple[int, int]]:
-    """Return the first and last position of each image's placeholders in the ids.
+def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[Runs]:
+    """Return the first and last position of each run of each image's placeholders in the ids.
 
     Raises:
-        ValueError: there are not as many runs as images, or one does not have the length of its
-            image's grid. SGLang would answer without the image, or for the wrong one, without an
-            error.
+        ValueError: there are not the runs of the images, or one does not have the length of its
+            image's grid, or the ids of another kind of image. SGLang would answer without the
+            image, or for the wrong one, without an error.
     """
-    image_ids = np.concatenate([[False], request.ids == image_tokens.id, [False]])
-    edges = np.flatnonzero(np.diff(image_ids)).reshape(-1, 2)
-    description = f"a request of {len(request.ids)} ids with {len(request.images)} images"
-    if len(edges) != len(request.images):
-        raise ValueError(
-            f"{description} has {len(edges)} runs of image placeholders (id {image_tokens.id})"
-        )
+    is_placeholder = np.concatenate([[False], image_tokens.mask(request.ids), [False]])
+    edges = np.flatnonzero(np.diff(is_placeholder)).reshape(-1, 2)
     runs = [(int(first), int(end) - 1) for first, end in edges]
+    # For each run: its image, the number of its placeholders, and their id.
+    expected: list[tuple[int, int, int]] = []
     grids = request.image_grids
-    for i, ((first, last), grid, expected) in enumerate(
-        zip(runs, grids.tolist(), image_tokens(grids).tolist(), strict=True)
-    ):
-        if last - first + 1 != expected:
+    for i, (image, grid) in enumerate(zip(request.images, grids.tolist(), strict=True)):
+        placeholder_id = image_tokens.video_id if is_clip(image) else image_tokens.id
+        n_runs = image_tokens.runs(grid, placeholder_id)
+        n_tokens = int(image_tokens(grids[i : i + 1])[0])
+        expected += [(i, n_tokens // n_runs, placeholder_id)] * n_runs
+    description = f"a request of {len(request.ids)} ids with {len(request.images)} images"
+    if len(runs) != len(expected):
+        raise ValueError(
+            f"{description} has {len(runs)} runs of image placeholders (id "
+            f"{' or '.join(map(str, image_tokens.placeholder_ids))}), not {len(expected)}"
+        )
+    runs_of_images: list[Runs] = [[] for _ in request.images]
+    for (first, last), (i, n, placeholder_id) in zip(runs, expected, strict=True):
+        if last - first + 1 != n or request.ids[first] != placeholder_id:
             raise ValueError(
-                f"{description}: image {i} ({request.images[i].hash[:12]}) of grid {grid} takes "
-                f"{expected} placeholders, but the run at {first} to {last} has {last - first + 1}"
+                f"{description}: image {i} ({request.images[i].hash[:12]}) of grid "
+                f"{grids[i].tolist()} takes {n} placeholders, of id {placeholder_id}, but the run "
+                f"at {first} to {last} has {last - first + 1}, of id {request.ids[first]}"
             )
-    return runs
+        runs_of_images[i].append((first, last))
+    return runs_of_images
 
 
 def sent_images(
-    request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches], tower: int
+    request: Request, runs: Sequence[Runs], patches: Sequence[MappedPatches], tower: int
 ) -> list[SentImage]:
     """Return the images of a request in SGLang's form.
 
@@ -102,10 +117,11 @@ def sent_images(
         SentImage(
             image_patches,
             tuple(grid),
-            run,
+            image_runs,
+            is_clip(image),
             hashlib.sha256(f"{image.hash} {tower}".encode()).digest(),
         )
-        for image, grid, run, image_patches in zip(
+        for image, grid, image_runs, image_patches in zip(
             request.images, request.image_grids.tolist(), runs, patches, strict=True
         )
     ]

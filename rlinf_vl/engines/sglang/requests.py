@@ -60,14 +60,19 @@ class Requests:
         pixels: Callable[[ImageRef], np.ndarray],
         banned: np.ndarray,
         image_tokens: ImageTokens,
+        positions: Callable[[np.ndarray, np.ndarray, ImageTokens], np.ndarray],
         mixture: Mixture | None,
         timeout_s: float | None,
     ) -> None:
-        """Take the arguments of `SglangEngine`. `mixture`: given if samples have the column `ROUTES`."""
+        """Take the arguments of `SglangEngine`, and `Family.positions`.
+
+        `mixture`: given if samples have the column `ROUTES`.
+        """
         self.settings = settings
         self.pixels = PixelFiles(pixels)
         self.bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), messages.BAN)
         self.image_tokens = image_tokens
+        self.positions = positions
         self.mixture = mixture
         self.timeout_s = timeout_s
         self.paused = False
@@ -168,6 +173,11 @@ class Requests:
                 wake_up.set_result(None)
         await self._notify_waiting()
 
+    def _positions(self, request: Request, ids: np.ndarray) -> np.ndarray:
+        """Return the trainer's positions of a request's ids and those sampled behind them, [3, T]."""
+        image_tokens = self.image_tokens.with_times(request.images)
+        return self.positions(ids.astype(np.int64), request.image_grids, image_tokens)[1:]
+
     def _prefix_cache_of(self, request: Request) -> int:
         """Return the update whose prefix cache the request uses."""
         first_updates = []
@@ -197,7 +207,7 @@ class Requests:
         self.pixels.release(request.images)
 
     async def _sample(
-        self, request: Request, runs: Sequence[tuple[int, int]], patches: Sequence[MappedPatches]
+        self, request: Request, runs: Sequence[messages.Runs], patches: Sequence[MappedPatches]
     ) -> Completion:
         """Draw all samples of a request. Those that an update interrupts are continued after it."""
         not_begun = Sample(
@@ -247,7 +257,7 @@ class Requests:
     async def _generate(
         self,
         request: Request,
-        runs: Sequence[tuple[int, int]],
+        runs: Sequence[messages.Runs],
         patches: Sequence[MappedPatches],
         sampled: np.ndarray,
         sampling: dict[str, Any],
@@ -267,7 +277,9 @@ class Requests:
         message = GenerateReqInput(
             input_ids=ids.tolist(),
             # One entry, because SGLang takes several for a batch where n > 1.
-            image_data=[{"images": images}] if images else None,
+            image_data=[{"images": images, "positions": self._positions(request, ids)}]
+            if images
+            else None,
             sampling_params=sampling,
             return_logprob=True,
             logprob_start_len=-1,

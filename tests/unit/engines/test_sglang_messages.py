@@ -3,11 +3,13 @@
 import base64
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.data.unusable import ImageError
 from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.pixels import MappedPatches, PixelFiles
@@ -27,16 +29,40 @@ def request(ids, *grids):
 def test_each_images_placeholders_are_found():
     ids = [1, *[PAD] * 4, 2, 3, *[PAD] * 6, 2]
     assert messages.placeholder_runs(request(ids, (1, 4, 4), (1, 4, 6)), ImageTokens(PAD, 2)) == [
-        (1, 4),
-        (7, 12),
+        [(1, 4)],
+        [(7, 12)],
     ]
     assert messages.placeholder_runs(
         request([PAD, 1, PAD], (1, 2, 2), (1, 2, 2)), ImageTokens(PAD, 2)
     ) == [
-        (0, 0),
-        (2, 2),
+        [(0, 0)],
+        [(2, 2)],
     ]
     assert messages.placeholder_runs(request([1, 2]), ImageTokens(PAD, 2)) == []
+
+
+VIDEO = 8
+CLIP = clip_ref([b"frame"] * 4, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "timestamped, ids, runs",
+    [
+        (True, [1, VIDEO, VIDEO, 5, VIDEO, VIDEO, 2], [[(1, 2), (4, 5)]]),
+        (False, [1, *[VIDEO] * 4, 2], [[(1, 4)]]),
+    ],
+)
+def test_the_runs_of_a_clip_are_found_and_those_of_a_picture_are_none(timestamped, ids, runs):
+    tokens = ImageTokens(PAD, 2, video_id=VIDEO, timestamped=timestamped, frames_per_patch=2)
+    shown = Request(np.array(ids, np.int32), (CLIP,), np.array([[2, 2, 4]]), SamplingParams(), (0,))
+    assert messages.placeholder_runs(shown, tokens) == runs
+    (sent,) = messages.sent_images(shown, runs, [MappedPatches("", 0, (16, 3))], tower=0)
+    assert sent.is_clip and sent.runs == runs[0]
+    pictures = replace(shown, ids=np.where(shown.ids == VIDEO, PAD, shown.ids))
+    with pytest.raises(
+        ValueError, match="image 0 .* takes . placeholders, of id 8, but the run at 1"
+    ):
+        messages.placeholder_runs(pictures, tokens)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +106,11 @@ def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another()
     runs = messages.placeholder_runs(images, ImageTokens(PAD, 2))
     first, second, again = messages.sent_images(images, runs, places, tower=0)
     assert first.identity == again.identity != second.identity and len(first.identity) == 32
-    assert [i.run for i in (first, second, again)] == [(0, 0), (2, 2), (4, 4)] and first.grid == (
+    assert [i.runs for i in (first, second, again)] == [
+        [(0, 0)],
+        [(2, 2)],
+        [(4, 4)],
+    ] and first.grid == (
         1,
         2,
         2,

@@ -20,13 +20,13 @@ from rlinf_vl.engines.sglang.messages import SentImage
 
 class SentImages(QwenVLImageProcessor):
     """A processor that takes `SentImage`s in place of pictures: it resizes, copies and hashes
-    nothing, and makes an item of each image."""
+    nothing, and makes an item of each image, with the positions that the trainer has."""
 
     models = QwenVLImageProcessor.models
 
     async def process_mm_data_async(
         self,
-        image_data: Sequence[dict[str, list[SentImage]]],
+        image_data: Sequence[dict[str, Any]],
         input_text: Sequence[int],
         request_obj: Any,
         *_: Any,
@@ -35,22 +35,29 @@ class SentImages(QwenVLImageProcessor):
         """Return the request's items and positions.
 
         Args:
-            image_data: one entry, with all images of the request.
+            image_data: one entry, with all images of the request and the positions of its ids.
             input_text: its ids, placeholders expanded.
         """
         (entry,) = image_data
         ids, items = list(input_text), []
-        for image in entry["images"]:
+        images: list[SentImage] = entry["images"]
+        for image in images:
+            grid_key = "video_grid_thw" if image.is_clip else "image_grid_thw"
+            # A clip's temporal patches are grids of their own: SGLang's Qwen2.5-VL lets patches
+            # attend to the whole grid, transformers to their frame.
+            t, h, w = image.grid
             item = MultimodalDataItem(
-                modality=Modality.IMAGE,
-                offsets=[image.run],
+                modality=Modality.VIDEO if image.is_clip else Modality.IMAGE,
+                offsets=image.runs,
                 feature=image.patches,
                 format=MultimodalInputFormat.PROCESSOR_OUTPUT,
-                model_specific_data={"image_grid_thw": torch.tensor([image.grid])},
+                model_specific_data={grid_key: torch.tensor([[1, h, w]] * t)},
             )
             item.set_identity(image.identity)
             items.append(item)
-        positions, delta = self.compute_mrope_positions(ids, items)
+        # SGLang's own have no times of clips, and place the text after one differently.
+        positions = torch.from_numpy(entry["positions"])
+        delta = positions[:, -1:].max(dim=0, keepdim=True).values + 1 - len(ids)
         return MultimodalProcessorOutput(
             input_ids=ids,
             padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(ids, items),
