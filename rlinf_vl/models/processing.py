@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer
 
-from rlinf_vl.data.clips import clip_of, is_clip, timestamps_of
+from rlinf_vl.data.clips import frame_refs, is_clip, timestamps_of
 from rlinf_vl.data.images import decode, image_size
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.family import Family
@@ -187,8 +187,8 @@ class Processor:
         return processor.grid(*size), [processor.ids(*size, self.image_token_id)]
 
     def _clip_facts(self, image: ImageRef) -> tuple[Grid, list[np.ndarray]]:
-        videos, frames = self.videos, clip_of(image).frames
-        grid = videos.grid(len(frames), *image_size(ImageRef(image.hash, frames[0])))
+        videos, frames = self.videos, frame_refs(image)
+        grid = videos.grid(len(frames), *image_size(frames[0]))
         return grid, self.image_tokens.clip_ids(grid)
 
     def pixels(self, image: ImageRef) -> np.ndarray:
@@ -198,8 +198,7 @@ class Processor:
             ImageError: it can't be decoded.
         """
         if is_clip(image):
-            frames = clip_of(image).frames
-            return self.videos.patches([decode(ImageRef(image.hash, frame)) for frame in frames])
+            return self.videos.patches(list(map(decode, frame_refs(image))))
         return self.image_processor.patches(decode(image))
 
     def decode(self, ids: np.ndarray) -> str:

@@ -16,10 +16,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from rlinf_vl.models.families import family_at
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_processor import ImageProcessor, processor_settings
-from rlinf_vl.models.image_tokens import TOKEN_KEYS, ImageTokens, image_token_id
+from rlinf_vl.models.image_tokens import TOKEN_KEYS, ImageTokens, image_token_id, with_videos
 from rlinf_vl.models.loading import switch_dropout_off, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.tiles import TileImages, blank_tile
+from rlinf_vl.models.video_processor import VideoProcessor
 
 #: Sizes of a text model, where its config has the key. The size of a head stays the checkpoint's,
 #: since the sections of rotary angles add up to it.
@@ -60,12 +61,14 @@ class Member:
         config: transformers' config of the whole model.
         images: cuts images as the checkpoint's own image processor does; None for a family
             without a vision tower.
+        videos: the same for the clips of videos; None for a family that reads none.
         seed: of the random weights.
     """
 
     family: Family
     config: PretrainedConfig
     images: ImageProcessor | None
+    videos: VideoProcessor | None = None
     seed: int = 0
 
     @property
@@ -73,7 +76,10 @@ class Member:
         """The placeholders of images among the member's ids."""
         if self.images is None:
             return ImageTokens(-1)
-        return self.images.image_tokens(image_token_id(self.config))
+        image_tokens = self.images.image_tokens(image_token_id(self.config))
+        if self.videos is None:
+            return image_tokens
+        return with_videos(image_tokens, self.config, self.videos.timestamped)
 
     @property
     def special_ids(self) -> set[int]:
@@ -158,7 +164,9 @@ def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> M
         (folder / "preprocessor_config.json").write_text(settings)
     # One token at least; the upper bound keeps rows short.
     side = family.token_side(json.loads((folder / "preprocessor_config.json").read_text()))
-    return Member(family, tiny, family.image_processor(folder, side**2, 16 * side**2))
+    low, high = side**2, 16 * side**2
+    videos = None if family.videos is None else family.videos(folder, low, high)
+    return Member(family, tiny, family.image_processor(folder, low, high), videos)
 
 
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -1,4 +1,4 @@
-"""Random groups of trajectories for a tiny member, with pictures of odd sizes."""
+"""Random groups of trajectories for a tiny member, with pictures and clips of odd sizes."""
 
 import io
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
+from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.prove.member import VOCABULARY, Member
 from rlinf_vl.types import (
     Grid,
@@ -22,29 +23,38 @@ from rlinf_vl.types import (
 
 #: Heights and widths of pictures, in sides of an image token: none is a whole number of tokens.
 SIZES = [(2.1, 3.2), (1.0, 1.0), (4.8, 2.7), (1.2, 5.9)]
+#: Frames, heights and widths of clips, in the same unit: with pairs of frames and without.
+CLIP_SIZES = [(2, 2.1, 1.2), (5, 1.0, 3.1), (9, 1.3, 1.2)]
+#: Seconds between the frames of a clip.
+INTERVAL = 0.7
 
 
 def random_request(
     member: Member,
     rng: np.random.Generator,
-    sizes: Sequence[tuple[float, float]],
+    sizes: Sequence[Sequence[float]],
     sampling: SamplingParams | None = None,
     seeds: Sequence[int] = (),
 ) -> Request:
-    """Return a prompt of random text with pictures between it.
+    """Return a prompt of random text with pictures and clips between it.
 
     Args:
-        sizes: height and width of each picture in sides of an image token; a family without a
-            vision tower gets none.
+        sizes: height and width of each picture in sides of an image token, for a clip with its
+            frames before them; a family without a vision tower gets none.
     """
     parts = [rng.integers(0, VOCABULARY, int(rng.integers(3, 7)))]
     images: list[ImageRef] = []
     grids: list[Grid] = []
     for size in sizes if member.images else ():
-        image, grid = _picture(member, rng, size)
+        if len(size) == 3:
+            image, grid = _clip(member, rng, *size)
+            parts += _clip_placeholders(member, rng, grid)
+        else:
+            image, grid = _picture(member, rng, size)
+            parts.append(_marked(member, member.image_tokens.ids(grid)))
         images.append(image)
         grids.append(grid)
-        parts += [_placeholders(member, grid), rng.integers(0, VOCABULARY, int(rng.integers(1, 4)))]
+        parts.append(rng.integers(0, VOCABULARY, int(rng.integers(1, 4))))
     return Request(
         np.concatenate(parts).astype(np.int32),
         tuple(images),
@@ -57,7 +67,7 @@ def random_request(
 def random_group(
     member: Member,
     rng: np.random.Generator,
-    sizes: Sequence[tuple[float, float]],
+    sizes: Sequence[Sequence[float]],
     lengths: Sequence[int],
     name: str,
 ) -> Group:
@@ -106,6 +116,16 @@ def tree_groups(member: Member) -> list[Group]:
     return longer
 
 
+def clip_groups(member: Member) -> list[Group]:
+    """Return groups with one clip, with clips between pictures, and with none."""
+    rng = np.random.default_rng(3)
+    return [
+        random_group(member, rng, CLIP_SIZES[:1], [5, 2], "one clip"),
+        random_group(member, rng, (SIZES[0], *CLIP_SIZES[1:], SIZES[1]), [7, 3], "between"),
+        random_group(member, rng, (), [4], "text"),
+    ]
+
+
 def _with_second_turn(trajectory: Trajectory, rng: np.random.Generator) -> Trajectory:
     """Add a turn whose prompt has the first half of the answer before it, and an observation."""
     (first,), (turn,) = trajectory.sequences, trajectory.turns
@@ -126,16 +146,36 @@ def _with_second_turn(trajectory: Trajectory, rng: np.random.Generator) -> Traje
 
 
 def _picture(
-    member: Member, rng: np.random.Generator, size: tuple[float, float]
+    member: Member, rng: np.random.Generator, size: Sequence[float]
 ) -> tuple[ImageRef, Grid]:
     """Return a picture of noise, and its grid."""
     assert member.images is not None
-    side = _token_side(member)
-    height, width = (max(1, round(n * side)) for n in size)
-    noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    height, width = _sides(member, size)
+    return ImageRef.of(_noise(rng, height, width)), member.images.grid(height, width)
+
+
+def _clip(
+    member: Member, rng: np.random.Generator, frames: float, *size: float
+) -> tuple[ImageRef, Grid]:
+    """Return a clip of so many frames of noise, and its grid."""
+    assert member.videos is not None
+    n, (height, width) = int(frames), _sides(member, size)
+    pictures = [_noise(rng, height, width) for _ in range(n)]
+    clip = clip_ref(pictures, [INTERVAL * i for i in range(n)])
+    return clip, member.videos.grid(n, height, width)
+
+
+def _sides(member: Member, size: Sequence[float]) -> tuple[int, int]:
+    """Return the height and width in pixels of a size in sides of an image token."""
+    height, width = (max(1, round(n * _token_side(member))) for n in size)
+    return height, width
+
+
+def _noise(rng: np.random.Generator, height: int, width: int) -> bytes:
+    """Return a picture of noise as a PNG."""
     file = io.BytesIO()
-    Image.fromarray(noise).save(file, "PNG")
-    return ImageRef.of(file.getvalue()), member.images.grid(height, width)
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
 
 
 def _token_side(member: Member) -> int:
@@ -146,9 +186,17 @@ def _token_side(member: Member) -> int:
     return member.family.token_side(vision)
 
 
-def _placeholders(member: Member, grid: Grid) -> np.ndarray:
-    """Return the ids of an image: its placeholders, between the ids of its start and end."""
-    ids = member.image_tokens.ids(grid).tolist()
+def _clip_placeholders(member: Member, rng: np.random.Generator, grid: Grid) -> list[np.ndarray]:
+    """Return the ids of a clip: its runs of placeholders, with random text for the times."""
+    parts: list[np.ndarray] = []
+    for run in member.image_tokens.clip_ids(grid):
+        parts += [rng.integers(0, VOCABULARY, int(rng.integers(2, 5))), _marked(member, run)]
+    return parts
+
+
+def _marked(member: Member, placeholders: np.ndarray) -> np.ndarray:
+    """Return a run of placeholders between the ids of an image's start and end."""
+    ids = placeholders.tolist()
     config = member.config
     for prefix in ("vision", "image"):  # the keys' names in Qwen's and in GLM's configs
         start = getattr(config, f"{prefix}_start_token_id", None)

@@ -27,8 +27,10 @@ from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.collator import Member as PackedTrajectory
 from rlinf_vl.prove.member import Member
 from rlinf_vl.prove.problems import (
+    CLIP_SIZES,
     SIZES,
     answered,
+    clip_groups,
     flat_groups,
     random_request,
     tree_groups,
@@ -84,6 +86,7 @@ class Proofs:
             "cached features": self.cached_features,
             "checkpointing": self.checkpointing,
             "lora": self.lora,
+            "video": self.video,
             "torch engine": self.torch_engine,
             "export": self.export,
             "two ranks": self.two_ranks,
@@ -194,11 +197,27 @@ class Proofs:
 
     def torch_engine(self) -> Figures:
         """Compare logprobs of what the torch engine samples, with several pictures and none."""
+        return (self._sampled_figure(SIZES[:1], (), SIZES[1:3]),)
+
+    def video(self) -> Figures:
+        """Compare clips of 2 to 9 frames beside pictures: packed rows, and the torch engine."""
+        if self.member.videos is None:
+            raise Refused("no video")
+        packed = packed_trajectories(clip_groups(self.member))
+        row_figures = self._row_figures(packed, *self._reference(packed))
+        return *row_figures, self._sampled_figure(CLIP_SIZES, (SIZES[0], *CLIP_SIZES[:2]))
+
+    def _sampled_figure(self, *sizes_of_prompts: Sequence[Sequence[float]]) -> float:
+        """Return how far logprobs of the torch engine are from transformers'.
+
+        Args:
+            sizes_of_prompts: those of `random_request` for each prompt.
+        """
         rng = np.random.default_rng(2)
         sampling = SamplingParams(max_new_tokens=12)
         requests = [
             random_request(self.member, rng, sizes, sampling, (1, 2, 3))
-            for sizes in (SIZES[:1], (), SIZES[1:3])
+            for sizes in sizes_of_prompts
         ]
         policy, model = self.member.policy(), self.member.model()
         engine = TorchEngine(
@@ -222,7 +241,7 @@ class Proofs:
                     expected = logprobs_of(self.member, model, sequence)
                 sampled = torch.from_numpy(sequence.logprobs[sequence.loss_mask])
                 differences.append(_furthest(sampled, expected))
-        return (_largest(differences),)
+        return _largest(differences)
 
     def export(self) -> Figures:
         """Compare what transformers loads from an export, with no weight missing or left over."""

@@ -48,7 +48,8 @@ def test_every_family_is_proven(name, tmp_path):
     assert not wrong
     refused = {path for path, outcome in found.items() if outcome.status == "refused"}
     # A model type has no tokenizer.
-    assert refused == {"prompts"} | (set() if FAMILIES[name].vision_tower else {"cached features"})
+    without_tower = set() if FAMILIES[name].vision_tower else {"cached features", "video"}
+    assert refused == {"prompts"} | without_tower
 
 
 @pytest.mark.slow
@@ -129,6 +130,13 @@ def with_positions(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Fami
     return lambda family: replace(family, positions=positions)
 
 
+def without_times(family: Family) -> Family:
+    def positions(ids: np.ndarray, grids: np.ndarray, tokens: ImageTokens) -> np.ndarray:
+        return mrope_positions(ids, grids, replace(tokens, tokens_per_second=None))
+
+    return replace(family, positions=positions)
+
+
 def late(positions: np.ndarray) -> np.ndarray:
     return np.concatenate([positions[:1], positions[1:] - (positions[1:] > 8)])
 
@@ -202,6 +210,14 @@ def norm_without_weight(self, x):
 def bidirectional_tower(encode, tower, patches, grids, dtype):
     # One frame of all images: their patches see each other.
     context = frame_attention(np.array([[1, 1, len(patches)]]), patches.device, dtype)
+    out = tower(patches, grid_thw=torch.from_numpy(grids), context=context)
+    return VisionFeatures(out.pooler_output, tuple(out.get("deepstack_features", ())))
+
+
+def frames_see_each_other(encode, tower, patches, grids, dtype):
+    # Each clip as one frame that is as high as all of its frames.
+    heights = np.stack([grids[:, 0] ** 0, grids[:, 0] * grids[:, 1], grids[:, 2]], axis=1)
+    context = frame_attention(heights, patches.device, dtype)
     out = tower(patches, grid_thw=torch.from_numpy(grids), context=context)
     return VisionFeatures(out.pooler_output, tuple(out.get("deepstack_features", ())))
 
@@ -288,6 +304,8 @@ FAULTS = {
     "images see each other": ("qwen3_vl", with_images(bidirectional_tower), ["packed", "torch engine"]),
     "tower without gradients": ("qwen3_5", with_images(detached_tower), ["packed"]),
     "features in another order": ("qwen3_5", with_images(reordered_images), ["cached features"]),
+    "times of frames": ("qwen2_5_vl", without_times, ["video"]),
+    "frames see each other": ("qwen3_vl", with_images(frames_see_each_other), ["video"]),
     "windows of another size": ("qwen2_5_vl", with_images(larger_windows), ["packed"]),
     "state leaks": ("qwen3_5", with_layer("GatedDeltaNet", leaking_state), ["packed"]),
     "decay": ("qwen3_5_moe", with_layer("GatedDeltaNet", forgotten_decay), ["tree"]),
