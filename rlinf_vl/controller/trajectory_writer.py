@@ -36,7 +36,11 @@ class TrajectoryWriter:
         runner = config.runner
         self._run_dir = run_dir
         self._store = TrajectoryStore(
-            run_dir, model_path, image_token, int(runner.trajectories.max_gb * 2**30)
+            run_dir,
+            model_path,
+            image_token,
+            int(runner.trajectories.max_gb * 2**30),
+            _token_id(model_path, "video_token_id"),
         )
         self._samples = make_trackers(
             run_dir,
@@ -79,10 +83,10 @@ class TrajectoryWriter:
 def image_token(config: Config, model_path: str) -> str | int:
     """Return the placeholder of an image token: its id, if the checkpoint's config.json has it,
     else the text that the family has."""
-    model, config_file = config.rollout.model, Path(model_path) / "config.json"
-    if not is_code(model.model_type) and config_file.exists():
-        token_id = json.loads(config_file.read_text()).get("image_token_id")
-        if isinstance(token_id, int):
+    model = config.rollout.model
+    if not is_code(model.model_type):
+        token_id = _token_id(model_path, "image_token_id")
+        if token_id is not None:
             return token_id
     # Imported only where it is needed: with transformers, it takes seconds.
     from rlinf_vl.models.families import family_of
@@ -91,3 +95,10 @@ def image_token(config: Config, model_path: str) -> str | int:
     return family_of(
         model.model_type, model_path, model.trust_remote_code, paths, files
     ).image_token
+
+
+def _token_id(model_path: str, key: str) -> int | None:
+    """Return the token id of this name in a checkpoint's config.json; None if it has none."""
+    file = Path(model_path) / "config.json"
+    token_id = json.loads(file.read_text()).get(key) if file.exists() else None
+    return token_id if isinstance(token_id, int) else None

@@ -7,10 +7,11 @@ spells.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlinf_vl.data.clips import is_clip
 from rlinf_vl.types import TokenSequence, Turn
 
 ROLES = "system|developer|user|assistant|model|tool|observation|environment"
@@ -21,12 +22,28 @@ _LEADING_ROLE = re.compile(rf"({ROLES})(?:\n|$)")
 _TOKEN_ROLE = re.compile(rf"\W*({ROLES})\W*")
 
 
+#: The time that some templates write before each temporal patch of a clip.
+_TIME = re.compile(r"<\d+\.\d seconds>$")
+
+
+class Placeholders(NamedTuple):
+    """The token ids that stand for images and for clips; None: there is no such token."""
+
+    image: int | None
+    video: int | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids that there are."""
+        return tuple(token_id for token_id in self if token_id is not None)
+
+
 def messages(
     sequence: TokenSequence,
     turns: Mapping[int, Turn],
     numbers: Mapping[str, int],
     special: Mapping[int, str],
-    image_id: int | None,
+    placeholders: Placeholders,
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
     """Return the messages of a sequence, from its first token on, in order.
@@ -35,7 +52,7 @@ def messages(
         turns: the turns sampled in this sequence, by their numbers in the trajectory.
         numbers: an image's hash → its number.
         special: control token id → its text.
-        image_id: the id of an image's placeholder.
+        placeholders: those of images and of clips.
 
     Returns:
         {"role": "" if the template names none, "content": texts and numbers of images as they
@@ -43,10 +60,10 @@ def messages(
         template's text before it.
     """
     ids = sequence.ids.tolist()
-    image_numbers = _image_starts(sequence, image_id, numbers)
+    image_spans = _image_spans(sequence, placeholders, numbers)
     turn_starts = {turn.start: (number, turn.end) for number, turn in turns.items()}
     stops = {
-        *(i for i, token in enumerate(ids) if token in special or token == image_id),
+        *(i for i, token in enumerate(ids) if token in special or token in placeholders),
         *turn_starts,
         len(ids),
     }
@@ -58,13 +75,17 @@ def messages(
         if position in turn_starts:
             result[-1]["turn"], end = turn_starts.pop(position)
             result.append({"role": "", "content": []})
-        elif position in image_numbers:
-            result[-1]["content"].append(image_numbers[position])
-            end = position + 1
+        elif position in image_spans:
+            content = result[-1]["content"]
+            number, end = image_spans[position]
+            if content and isinstance(content[-1], str) and ids[position] == placeholders.video:
+                content[-1] = _TIME.sub("", content[-1])
+                content[:] = filter(lambda part: part != "", content)
+            content.append(number)
         elif position in stops:
             end = position + 1
             # control tokens beside an image's placeholder belong to the image
-            if image_id not in ids[max(0, position - 1) : end + 1]:
+            if not set(placeholders.ids) & set(ids[max(0, position - 1) : end + 1]):
                 role_match = _TOKEN_ROLE.fullmatch(special[ids[position]])
                 result += [{"role": role_match[1], "content": []}] if role_match else []
                 may_name_role = not role_match
@@ -84,19 +105,28 @@ def messages(
     return [message for message in result if message["content"] or "turn" in message]
 
 
-def _image_starts(
-    sequence: TokenSequence, image_id: int | None, numbers: Mapping[str, int]
-) -> dict[int, int]:
-    """Return the position of each image's first placeholder → the image's number."""
-    placeholders = np.flatnonzero(sequence.ids == image_id).tolist() if image_id is not None else []
-    patches = np.cumsum([0, *(math.prod(grid) for _, grid in sequence.images)]).tolist()
-    # An image has one placeholder for a fixed number of patches, so patches divide the
-    # placeholders.
-    starts = (
-        [len(placeholders) * patch // patches[-1] for patch in patches[:-1]] if placeholders else []
-    )
-    images = [numbers[image.hash] for image, _ in sequence.images]
-    return {placeholders[start]: image for start, image in zip(starts, images, strict=False)}
+def _image_spans(
+    sequence: TokenSequence, placeholders: Placeholders, numbers: Mapping[str, int]
+) -> dict[int, tuple[int, int]]:
+    """Return the position of each image's first placeholder → (the image's number, where it ends).
+
+    A picture ends behind its first placeholder, and a clip behind its last one, since times may
+    stand between its placeholders.
+    """
+    spans = {}
+    for placeholder, is_video in ((placeholders.image, False), (placeholders.video, True)):
+        shown = [pair for pair in sequence.images if is_clip(pair[0]) == is_video]
+        positions = np.flatnonzero(sequence.ids == placeholder).tolist()
+        if placeholder is None or not shown or not positions:
+            continue
+        # An image has one placeholder for a fixed number of patches, so patches divide the
+        # placeholders.
+        patches = np.cumsum([0, *(math.prod(grid) for _, grid in shown)]).tolist()
+        edges = [len(positions) * patch // patches[-1] for patch in patches]
+        for (image, _), first, last in zip(shown, edges, edges[1:], strict=False):
+            end = positions[last - 1 if is_video else first] + 1
+            spans[positions[first]] = numbers[image.hash], end
+    return spans
 
 
 def _strip(content: list[str | int]) -> None:

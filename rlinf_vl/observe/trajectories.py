@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tokenizers import Tokenizer
 
-from rlinf_vl.observe.conversation import messages
+from rlinf_vl.data.clips import is_clip
+from rlinf_vl.observe.clip_files import animated
+from rlinf_vl.observe.conversation import Placeholders, messages
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.types import Group, ImageRef, Trajectory
 
@@ -34,7 +36,7 @@ SCHEMA = pa.schema(
         ("problem_id", pa.string()),
         ("labels", pa.string()),  # JSON; short columns of its row
         ("sample", pa.int32()),  # its number within the group
-        ("prompt", pa.string()),  # as the model reads it; each image is <image>
+        ("prompt", pa.string()),  # as the model reads it; images are <image>, videos <video>
         ("response", pa.string()),
         ("answer", pa.string()),  # the reference
         ("images", pa.list_(pa.string())),  # paths in the run's folder
@@ -67,10 +69,18 @@ class TrajectoryStore:
     all."""
 
     def __init__(
-        self, run_dir: Path, model_path: str, image_token: str | int, max_bytes: int
+        self,
+        run_dir: Path,
+        model_path: str,
+        image_token: str | int,
+        max_bytes: int,
+        video_id: int | None = None,
     ) -> None:
-        """Open the folders of a run; `image_token` is the placeholder of an image token, as text or
-        by its id."""
+        """Open the folders of a run.
+
+        `image_token` is the placeholder of an image token, as text or by its id; `video_id` that of
+        a clip's, None for a model that has none.
+        """
         self._run_dir = run_dir
         self._max_bytes = max_bytes
         self._folder = run_dir / "trajectories"
@@ -99,6 +109,10 @@ class TrajectoryStore:
             if isinstance(image_token, int)
             else self._tokenizer.token_to_id(image_token)
         )
+        self._video_pattern = _video_pattern(
+            None if video_id is None else self._tokenizer.id_to_token(video_id)
+        )
+        self._placeholders = Placeholders(self._image_id, video_id)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
         self._piece = cache(
@@ -128,7 +142,9 @@ class TrajectoryStore:
             "group_id": group.id,
             "problem_id": group.problem_id,
             "labels": json.dumps(group.labels, ensure_ascii=False),
-            "prompt": self._image_pattern.sub("<image>", prompt),
+            "prompt": self._video_pattern.sub(
+                "<video>", self._image_pattern.sub("<image>", prompt)
+            ),
             "answer": group.answer,
         }
         for sample, t in enumerate(group.trajectories):
@@ -180,7 +196,9 @@ class TrajectoryStore:
             "response_mask": mask,
             "rollout_logprobs": arrays.pop("logprobs", None),
             "train_logprobs": train_logprobs,
-            "turns": json.dumps(layout(t, prompt_length, advantages) | branches(t, self._image_id)),
+            "turns": json.dumps(
+                layout(t, prompt_length, advantages) | branches(t, self._placeholders.ids)
+            ),
             "messages": json.dumps(self._messages(t, list(images)), ensure_ascii=False),
             "images": [self._image_path(image) for image in images.values()],
             "advantage": float(np.mean(advantages)) if advantages else None,
@@ -206,7 +224,7 @@ class TrajectoryStore:
                 if turn.sequence == number
             }
             result.append(
-                messages(sequence, turns, numbers, self._special, self._image_id, self._text)
+                messages(sequence, turns, numbers, self._special, self._placeholders, self._text)
             )
         return result
 
@@ -214,14 +232,16 @@ class TrajectoryStore:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _image_path(self, image: ImageRef) -> str:
-        """Return an image's path in the run's folder; writes the image if it is new."""
+        """Return the path of an image or a clip in the run's folder; writes it if it is new."""
         if image.hash not in self._paths:
+            data = image.data
             try:
-                kind = (Image.open(io.BytesIO(image.data)).format or "bin").lower()
+                data = animated(image) if is_clip(image) else data
+                kind = (Image.open(io.BytesIO(data)).format or "bin").lower()
             except OSError:  # an image that a reader can't open is kept as it is
                 kind = "bin"
             self._paths[image.hash] = f"images/{image.hash}.{kind}"
-            self._write(self._run_dir / self._paths[image.hash], image.data)
+            self._write(self._run_dir / self._paths[image.hash], data)
         return self._paths[image.hash]
 
     def _write(self, path: Path, data: bytes | memoryview) -> None:
@@ -286,7 +306,7 @@ def layout(
     return {"sequences": starts, "turns": turns}
 
 
-def branches(t: Trajectory, image_id: int | None) -> dict[str, list]:
+def branches(t: Trajectory, placeholder_ids: tuple[int, ...]) -> dict[str, list]:
     """Return which sequence of a trajectory goes on from which, for `layout`; {} if it has one.
 
     The form is {"branches": [{"parent", "turn", "shared"}, …]}, one for each sequence: the last turn
@@ -298,8 +318,7 @@ def branches(t: Trajectory, image_id: int | None) -> dict[str, list]:
     result: list[dict[str, int | None]] = []
     for number, sequence in enumerate(t.sequences):
         shared_lengths = [
-            earlier.shared_length(sequence, -1 if image_id is None else image_id)
-            for earlier in t.sequences[:number]
+            earlier.shared_length(sequence, placeholder_ids) for earlier in t.sequences[:number]
         ]
         # Without its end token: what follows may close an answer that was cut in another way.
         continued = [
@@ -317,3 +336,13 @@ def branches(t: Trajectory, image_id: int | None) -> dict[str, list]:
             }
         )
     return {"branches": result}
+
+
+def _video_pattern(placeholder: str | None) -> re.Pattern[str]:
+    """Return the pattern of a clip in a prompt: its placeholders, the marks around each run of
+    them and the times before; one that never matches without a placeholder."""
+    if not placeholder:
+        return re.compile("(?!)")
+    mark = r"(?:<\|[\w-]{1,40}\|>)?"
+    run = rf"(?:<\d+\.\d seconds>)?{mark}(?:{re.escape(placeholder)})+{mark}"
+    return re.compile(rf"(?:{run})+")

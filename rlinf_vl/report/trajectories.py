@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from rlinf_vl.observe.clip_files import frames_of
 from rlinf_vl.observe.trajectories import SCHEMA
 
 #: Column type → the type of the column in the browser, and the value of a token that has none.
@@ -80,7 +81,12 @@ def read_image(run: Path, name: str) -> bytes:
 
 
 class ImageStore:
-    """Images of all runs, each distinct file's bytes once, up to `max_bytes` in total."""
+    """Images of all runs, each distinct file's bytes once, up to `max_bytes` in total.
+
+    Attributes:
+        images: {"data", "type", "size"} of a picture; {"clip": [[index of a frame's picture,
+            seconds], …]} of a video.
+    """
 
     def __init__(self, sections: bytearray, max_bytes: int) -> None:
         self._sections = sections
@@ -96,6 +102,18 @@ class ImageStore:
             ValueError: with the reason for a reader why it is left out.
         """
         data = read_image(run, name)
+        frames = _clip_frames(data)
+        if not frames:
+            return self._add_picture(data)
+        digest = hashlib.sha256(data).digest()
+        if digest not in self._index_of_digest:
+            clip = [[self._add_picture(frame), seconds] for frame, seconds in frames]
+            self._index_of_digest[digest] = len(self.images)
+            self.images.append({"clip": clip})
+        return self._index_of_digest[digest]
+
+    def _add_picture(self, data: bytes) -> int:
+        """Add an encoded picture, unless its bytes are there, and return its index."""
         digest = hashlib.sha256(data).digest()
         if digest not in self._index_of_digest:
             try:
@@ -360,6 +378,20 @@ def _align(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
     ):
         aligned[start : start + count] = values[source : source + count]
     return aligned
+
+
+def _clip_frames(data: bytes) -> list[tuple[bytes, float]]:
+    """Return the encoded frames of a clip's file and their seconds; [] for any other file."""
+    frames = []
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            for picture, seconds in frames_of(image):
+                file = io.BytesIO()
+                picture.save(file, "PNG")
+                frames.append((file.getvalue(), seconds))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return []
+    return frames
 
 
 def _shrink(data: bytes, max_bytes: int, max_side: int) -> tuple[bytes, str, tuple[int, int]]:

@@ -1,5 +1,6 @@
 """The report in a real browser: headless Chromium, driven by Playwright."""
 
+import io
 import json
 import os
 import re
@@ -17,7 +18,9 @@ from unit.observe.conversations import make_conversations
 from unit.observe.test_report import HOSTILE, make_run
 from whole_run import LOCAL, Run
 
+from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.observe.alarms import ALARMS
+from rlinf_vl.observe.clip_files import animated
 from rlinf_vl.report import build_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
@@ -916,6 +919,55 @@ def test_ten_thousand_trajectories_open_in_two_seconds(browser, tmp_path):
         return performance.now() - start;
     })()""")
     assert took < 1000, f"{took} ms to sort"
+
+
+def test_a_video_is_a_strip_of_its_frames_and_plays(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=2, problems=2, groups=1, samples=2)
+    pngs = []
+    for shade in (10, 90, 90, 240):
+        file = io.BytesIO()
+        Image.new("RGB", (48, 32), (shade, 0, 0)).save(file, "PNG")
+        pngs.append(file.getvalue())
+    (run / "images/clip.png").write_bytes(animated(clip_ref(pngs, [0.0, 0.1, 0.2, 0.3])))
+    for file in run.glob("trajectories/*.parquet"):
+        rows = pq.read_table(file).to_pylist()
+        for row in rows:
+            row["images"] = [*row["images"], "images/clip.png"]
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    build_report([run], tmp_path / "report.html")
+    browser.open(tmp_path / "report.html")
+    clip = "document.querySelector('.trajectory .clip')"
+    assert browser.run(f"{CARDS}.length") > 0 and browser.run(f"{clip} !== null")
+    assert browser.run("document.querySelectorAll('.trajectory .images > img').length") > 0
+    times = f"[...{clip}.querySelectorAll('ol small')].map((time) => time.textContent)"
+    assert browser.run(times) == ["0.00 s", "0.10 s", "0.20 s", "0.30 s"]
+    # What each frame and the player show, by the colour of a pixel.
+    red = """async (image) => {
+        await image.decode();
+        const canvas = Object.assign(document.createElement("canvas"), { width: 48, height: 32 });
+        canvas.getContext("2d").drawImage(image, 0, 0);
+        return canvas.getContext("2d").getImageData(3, 3, 1, 1).data[0];
+    }"""
+    strip = f"Promise.all([...{clip}.querySelectorAll('ol img')].map({red}))"
+    assert browser.run(strip) == [10, 90, 90, 240]
+    alts = f"[...{clip}.querySelectorAll('img')].every((image) => image.alt && image.naturalWidth === 48)"
+    assert browser.run(alts)
+    player = f"({red})({clip}.querySelector('.player img'))"
+    assert browser.run(player) == 10
+    seen = f"""(async () => {{
+        const image = {clip}.querySelector(".player img"), now = {clip}.querySelector(".player small");
+        const seen = new Set();
+        new MutationObserver(() => seen.add(now.textContent)).observe(now, {{ childList: true }});
+        {clip}.querySelector("button").click();
+        const button = {clip}.querySelector("button");
+        for (let i = 0; i < 400 && button.textContent.includes("Stop"); i++) await new Promise((done) => setTimeout(done, 20));
+        return [[...seen], button.textContent];
+    }})()"""
+    assert browser.run(seen) == [["0.00 s", "0.10 s", "0.20 s", "0.30 s"], "▶ Play"]
+    assert browser.run(player) == 10  # it ends at its beginning
+    browser.click(".trajectory .clip li img")
+    browser.wait("document.getElementById('zoom').open")
+    assert browser.problems == []
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ const TEXT_SHOWN = 4000;
 const MOST_ROWS = 12; // of success by turns
 const ANSWERERS = ["assistant", "model"];
 const CHATML = /<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|$)/gs;
-const IMAGE_MARKS = /((?:<\|vision_start\|>)(?:<\|image_pad\|>|<image>)+(?:<\|vision_end\|>)|(?:<\|image_pad\|>)+|<image>)/;
+const IMAGE_MARKS = /((?:<\|vision_start\|>)(?:<\|image_pad\|>|<image>)+(?:<\|vision_end\|>)|(?:<\|image_pad\|>)+|<image>|<video>)/;
 
 /** [{number, start, end, reward, …, said, before, sequence}] of a trajectory. `said`: messages new in the turn; `before`: those that a rewritten history
  *  repeats; `prefix`: what the template began the answer with. */
@@ -153,7 +153,7 @@ function promptMessages(item) {
 
 /** Messages without their images, each of which is named where it stood. */
 function bubbles(item, messages, view) {
-  const mark = (index) => h("span", { class: "image-mark" }, `image ${index + 1}`);
+  const mark = (index) => h("span", { class: "image-mark" }, `${imageAt(item, index, view)?.clip ? "video" : "image"} ${index + 1}`);
   return h("div", { class: "said bubbles" }, messages.map((m) => message(item, m, view, mark)));
 }
 
@@ -170,15 +170,57 @@ function foldedText(text) {
   return h("span", {}, `${text.slice(0, TEXT_SHOWN)}… `, all);
 }
 
-function picture(item, index, view, zooms = true) {
+/** A trajectory's image or clip by its number; undefined if it was left out. */
+function imageAt(item, index, view) {
   const t = item.run.trajectories;
   const at = t.image_offsets[item.i] + index;
-  const image = view.images[at < t.image_offsets[item.i + 1] ? t.images[at] : -1];
+  return view.images[at < t.image_offsets[item.i + 1] ? t.images[at] : -1];
+}
+
+function picture(item, index, view, zooms = true) {
+  const image = imageAt(item, index, view);
   if (!image) return h("span", { class: "no-image" }, "[image left out]");
+  if (image.clip) return clip(image.clip.map(([at, seconds]) => [view.images[at], seconds]), `Video ${index + 1} of problem ${item.problem}`, zooms);
+  return imageElement(image, `Image ${index + 1} of problem ${item.problem}`, zooms);
+}
+
+function imageElement(image, name, zooms) {
   const [width, height] = image.size;
   return h("img", { src: image.url, width, height, decoding: "async", tabindex: zooms && 0,
     class: `${Math.max(width, height) <= 128 ? "small" : ""} ${zooms ? "zoomable" : ""}`.trim(), title: zooms && "Click to see it at full size",
-    alt: `Image ${index + 1} of problem ${item.problem}, ${width} × ${height} pixels` });
+    alt: `${name}, ${width} × ${height} pixels` });
+}
+
+/** The frames of a video that the model saw, each with its time, and a button that plays them in the first one's place. Where there is
+ *  no room to look at it (`zooms` is false), the first frame. */
+function clip(frames, name, zooms) {
+  const first = imageElement(frames[0][0], zooms ? `Frame 1 of ${name}` : name, false);
+  if (!zooms) return first;
+  const time = (seconds) => `${seconds.toFixed(seconds < 100 ? 2 : 0)} s`;
+  const now = h("small", {}, time(frames[0][1]));
+  let timer = null;
+  const show = (k) => {
+    first.src = frames[k][0].url;
+    now.textContent = time(frames[k][1]);
+    const pause = k + 1 < frames.length ? 1000 * (frames[k + 1][1] - frames[k][1]) : 1000;
+    timer = setTimeout(next, Math.min(2000, Math.max(40, pause)), k + 1);
+  };
+  const next = (k) => (k < frames.length ? show(k) : stop());
+  const stop = () => {
+    clearTimeout(timer);
+    timer = null;
+    play.textContent = "▶ Play";
+    first.src = frames[0][0].url;
+    now.textContent = time(frames[0][1]);
+  };
+  const play = h("button", { type: "button", "aria-label": `Play ${name}`, onclick: () => {
+    if (timer !== null) return stop();
+    play.textContent = "■ Stop";
+    show(0);
+  } }, "▶ Play");
+  const strip = frames.map(([image, seconds], k) => h("li", {}, imageElement(image, `Frame ${k + 1} of ${name}`, true), h("small", {}, time(seconds))));
+  return h("figure", { class: "clip" }, h("div", { class: "player" }, first, h("div", {}, play, now)),
+    h("ol", { tabindex: 0, "aria-label": `Frames of ${name}` }, strip));
 }
 
 function toolCalls({ tool_calls: calls }) {

@@ -31,7 +31,7 @@ async function unpack() {
     }
     trajectories.token_columns = trajectories.token_columns.map(([name, ref]) => [name, view(ref)]);
   }
-  for (const image of data.images) {
+  for (const image of data.images.filter((image) => image.data)) {
     let url = null; // made when the image is first shown
     Object.defineProperty(image, "url", {
       get: () => (url ??= URL.createObjectURL(new Blob([view(image.data)], { type: image.type }))),

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.observe.conversation import messages
+from rlinf_vl.observe.conversation import Placeholders, messages
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import ImageRef, TokenSequence, Turn
@@ -25,7 +26,14 @@ def picture(height, width, seed):
     return ImageRef.of(buffer.getvalue())
 
 
+def clip(frames, seed):
+    pictures = [bytes(picture(48, 48, 100 * seed + i).data) for i in range(frames)]
+    return clip_ref(pictures, [0.5 * i for i in range(frames)])
+
+
 A, B = picture(48, 48, 0), picture(96, 48, 1)
+C, D = clip(5, 2), clip(2, 3)
+KIND = {A: "image_url", B: "image_url", C: "video_url", D: "video_url"}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,7 @@ def said(role, *parts):
     shown = [
         {"type": "text", "text": p}
         if isinstance(p, str)
-        else {"type": "image_url", "image_url": {"url": p.url}}
+        else {KIND[p]: {"url": p.url}, "type": KIND[p]}
         for p in parts
     ]
     return {"role": role, "content": shown}
@@ -53,8 +61,8 @@ class Played:
         self._add(*self.renderer.prompt(opening, self._shown(opening)))
 
     def _shown(self, new):
-        found = [p["image_url"]["url"] for m in new for p in m["content"] if "image_url" in p]
-        self.new = [next(image for image in (A, B) if image.url == url) for url in found]
+        found = [p[p["type"]]["url"] for m in new for p in m["content"] if p["type"] != "text"]
+        self.new = [next(image for image in KIND if image.url == url) for url in found]
         return self.new
 
     def _add(self, ids, grids):
@@ -84,9 +92,9 @@ class Played:
             i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         decode = partial(tokenizer.decode, skip_special_tokens=False)
-        return messages(
-            sequence, self.turns, numbers, special, self.processor.image_token_id, decode
-        )
+        tokens = self.processor.image_tokens
+        placeholders = Placeholders(tokens.id, tokens.video_id)
+        return messages(sequence, self.turns, numbers, special, placeholders, decode)
 
 
 def test_texts_and_images_stand_where_they_were_shown(processor):
@@ -119,6 +127,17 @@ def test_a_text_cannot_pass_for_a_message_or_an_image(processor):
     assert answer["turn"] == 0 and second == {"role": "user", "content": ["<|im_end|>" + HOSTILE]}
 
 
+def test_videos_stand_beside_images_where_they_were_shown(processor):
+    played = Played(processor, said("user", "see ", C, A, "and", D, "<0.5 seconds>?", C))
+    played.answer("left<|im_end|>", 0)
+    played.observe(said("user", B, D, "so"))
+    assert played.read({A.hash: 0, B.hash: 1, C.hash: 2, D.hash: 3}) == [
+        {"role": "user", "content": ["see ", 2, 0, "and", 3, "<0.5 seconds>?", 2]},
+        {"role": "assistant", "content": [], "turn": 0},
+        {"role": "user", "content": [1, 3, "so"]},
+    ]
+
+
 def test_other_templates_name_who_speaks_in_their_own_way():
     """Roles between tokens, and roles that are tokens; a thought that the template begins."""
     special = {1: "<|header|>", 2: "<|/header|>", 3: "<|eot|>", 4: "<|assistant|>", 5: "<|user|>"}
@@ -128,7 +147,12 @@ def test_other_templates_name_who_speaks_in_their_own_way():
         ids = np.array(ids, np.int32)
         sequence = TokenSequence(ids, np.zeros(len(ids), bool), None, ids)
         return messages(
-            sequence, turns, {}, special, None, lambda ids: "".join(words[i] for i in ids)
+            sequence,
+            turns,
+            {},
+            special,
+            Placeholders(None),
+            lambda ids: "".join(words[i] for i in ids),
         )
 
     assert read([1, 12, 2, 13, 3, 1, 10, 2, 11, 3], {}) == [

@@ -212,4 +212,4 @@ def rows_of(run, step):
 def test_one_sequence_has_no_branches():
     rng = np.random.default_rng(0)
     (trajectory,) = tiny.group(rng, [(1, 2)], [3], "g").trajectories
-    assert branches(trajectory, tiny.IMAGE_ID) == {}
+    assert branches(trajectory, (tiny.IMAGE_ID,)) == {}

@@ -28,7 +28,7 @@ ROOMS = {
     "packing": {"models"},
     "transport": set(),
     "weights": {"transport"},
-    "observe": {"config", "runtime"},
+    "observe": {"config", "data", "runtime"},
     "engines": {"config", "models", "observe", "runtime", "weights"},
     "rollout": {
         "agents", "config", "data", "engines", "envs", "models", "observe", "rewards", "runtime", "transport", "weights",
