@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rlinf_vl.config import Config
+from rlinf_vl.data.clips import is_clip, timestamps_of
 from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.data.images import image_size
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.image_tokens import ImageTokens
-from rlinf_vl.types import Problem
+from rlinf_vl.types import ImageRef, Problem
 
 if TYPE_CHECKING:
     from rlinf_vl.models.image_processor import ImageProcessor
@@ -39,7 +40,7 @@ PIXEL_BUDGETS = tuple(side * side for side in (256, 384, 512, 768, 1024, 1536))
 
 
 class ImageFacts(NamedTuple):
-    """The facts of an image in a row."""
+    """The facts of an image or a video in a row."""
 
     hash: str  # of the encoded bytes
     height: int
@@ -48,6 +49,8 @@ class ImageFacts(NamedTuple):
     #: At data.image_max_pixels and each of `PIXEL_BUDGETS`, -1 where a budget is below
     #: data.image_min_pixels; () without a model.
     tokens: tuple[int, ...]
+    frames: int = 0  # sampled frames of a video; 0 for an image
+    seconds: float = 0.0  # time of a video's last frame
 
 
 class RowFacts(NamedTuple):
@@ -57,7 +60,7 @@ class RowFacts(NamedTuple):
     text: str  # hash of the texts, spaces and case aside, with the places of images
     answer: str
     tokens: int  # of the whole prompt; 0 without a model
-    images: tuple[ImageFacts, ...]
+    images: tuple[ImageFacts, ...]  # videos included, in the order of the prompt
 
 
 #: (split, rows) → the verdict of training on the rows, and the facts of those that are problems.
@@ -97,6 +100,13 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
             image_tokens(np.array([p.grid(height, width)])).item() if p else -1 for p in processors
         )
 
+    def clip_tokens(clip: ImageRef) -> tuple[int, ...]:
+        if builder is None:
+            return ()
+        n_tokens = image_tokens(np.array([builder.renderer.processor.grid(clip)])).item()
+        # Limits of an image's area do not concern videos.
+        return (n_tokens,) * len(processors)
+
     # Conversations to imitate have answers of their own, and no environment.
     demonstrations = None
     if data.messages_key is not None and model_path is not None:
@@ -111,10 +121,12 @@ def make_inspect(config: Config, model_path: str | None) -> Inspect:
             images = []
             for image in problem.images:
                 height, width = image_size(image)
-                image_tokens = tokens_of(height, width)
-                images.append(
-                    ImageFacts(image.hash[:24], height, width, len(image.data), image_tokens)
-                )
+                facts = image.hash[:24], height, width, len(image.data)
+                if is_clip(image):
+                    times = timestamps_of(image)
+                    images.append(ImageFacts(*facts, clip_tokens(image), len(times), times[-1]))
+                else:
+                    images.append(ImageFacts(*facts, tokens_of(height, width)))
             # a row may have several wordings; the longest one must fit
             if row not in facts_by_row or facts_by_row[row].tokens < tokens:
                 facts_by_row[row] = RowFacts(

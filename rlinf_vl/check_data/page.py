@@ -6,12 +6,15 @@ import hashlib
 import io
 import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from PIL import Image
 
 from rlinf_vl.check_data.summary import Split
+from rlinf_vl.data.clips import frame_refs, is_clip, timestamps_of
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode, image_values, to_image_ref
 from rlinf_vl.data.unusable import shorten
@@ -20,6 +23,8 @@ from rlinf_vl.types import ImageRef
 
 #: Longer side of a thumbnail in pixels; images shown of a row; characters shown of a text.
 SIDE, IMAGES, TEXT = 240, 4, 700
+#: Side of a frame in a strip, in pixels.
+FRAME_SIDE = 96
 #: Rows shown of each kind of damage; groups of doubles; longest rows; random rows.
 DAMAGED, DOUBLES, LONGEST, RANDOM = 4, 4, 4, 24
 HERE = Path(__file__).parent
@@ -160,16 +165,39 @@ def _stored_images(value: Any) -> list[ImageRef]:
 
 def _thumbnail(image: ImageRef) -> dict[str, Any]:
     """Return the address of a small copy and the size of the image, or the reason why there is
-    none."""
+    none; of a video an animated copy, and those of its frames."""
+    if is_clip(image):
+        return _moving_thumbnail(image)
     try:
         picture = decode(image)
     except Exception as error:
         return {"address": None, "about": str(error)}
     about = f"{picture.width} × {picture.height}"
     picture.thumbnail((SIDE, SIDE))
+    return {"address": _address("JPEG", picture), "about": about}
+
+
+def _moving_thumbnail(clip: ImageRef) -> dict[str, Any]:
+    """Return the address of an animation of a video's sampled frames, which plays at their times,
+    and `frames`, a small copy of each with its time."""
+    pictures = [decode(frame) for frame in frame_refs(clip)]
+    times = timestamps_of(clip)
+    about = f"video: {len(times)} frames of {pictures[0].width} × {pictures[0].height}"
+    frames = []
+    for picture, seconds in zip(pictures, times, strict=True):
+        picture.thumbnail((SIDE, SIDE))
+        small = picture.copy()
+        small.thumbnail((FRAME_SIDE, FRAME_SIDE))
+        frames.append({"address": _address("JPEG", small), "about": f"{seconds:.2f} s"})
+    pauses = [min(2000, max(20, round(1000 * (b - a)))) for a, b in pairwise(times)]
+    options = {"save_all": True, "append_images": pictures[1:], "loop": 0}
+    animation = _address("WEBP", pictures[0], duration=[*pauses, 1000], **options)
+    return {"address": animation, "about": about, "frames": frames}
+
+
+def _address(kind: str, picture: Image.Image, **options: Any) -> str:
+    """Return an encoded picture as a data URI."""
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=75)
-    return {
-        "address": "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode(),
-        "about": about,
-    }
+    picture.save(buffer, kind, quality=75, **options)
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    return f"data:image/{kind.lower()};base64,{encoded}"

@@ -71,12 +71,13 @@ def summarize(
 def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
     """Return the figures of a split; those of tokens only if `tokens` were counted."""
     result, facts, usable = split.result, split.facts, split.usable
-    images = [image for row in facts for image in row.images]
+    images = [image for row in facts for image in row.images if not image.frames]
     # sizes are of distinct images: one that many rows share would hide the others
     distinct = {image.hash: image for image in images}.values()
     kinds = Counter(row.kind for row in result.bad.values())
     answers = Counter(row.answer for row in usable)
-    rows_by_images = Counter(len(row.images) for row in facts)  # number of images → rows
+    # number of images → rows
+    rows_by_images = Counter(sum(not image.frames for image in row.images) for row in facts)
     figures: dict[str, Any] = {
         "paths": list(split.paths),
         "rows": len(split.ids),
@@ -106,6 +107,7 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
             "height": _spread([image.height for image in distinct]),
             "bytes": _spread([image.bytes for image in distinct]),
         },
+        "videos": _videos(facts),
         "answers": {
             "distinct": len(answers),
             "most_common": [[answer, rows] for answer, rows in answers.most_common(10)],
@@ -131,6 +133,23 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
         }
         figures["budgets"] = _budgets(facts, row_limit(config).value, config.data.image_max_pixels)
     return figures
+
+
+def _videos(facts: Sequence[RowFacts]) -> dict[str, Any]:
+    """Return the figures of the videos of these rows; sizes are those of the sampled frames."""
+    videos = [image for row in facts for image in row.images if image.frames]
+    distinct = {video.hash: video for video in videos}.values()
+    rows_by_videos = Counter(sum(image.frames > 0 for image in row.images) for row in facts)
+    return {
+        "in_all": len(videos),
+        "distinct": len(distinct),
+        "per_row": {str(n): rows for n, rows in sorted(rows_by_videos.items())},
+        "frames": _spread([video.frames for video in distinct]),
+        "seconds": _spread([round(video.seconds) for video in distinct]),
+        "width": _spread([video.width for video in distinct]),
+        "height": _spread([video.height for video in distinct]),
+        "bytes": _spread([video.bytes for video in distinct]),
+    }
 
 
 def _image_hashes(row: RowFacts) -> tuple[str, ...]:
@@ -164,7 +183,8 @@ def _budgets(
     ]
     budgets["image_max_pixels"] = []
     for area, k in areas:
-        if any(image.tokens and image.tokens[k] >= 0 for row in facts for image in row.images):
+        pictures = [image for row in facts for image in row.images if not image.frames]
+        if any(image.tokens and image.tokens[k] >= 0 for image in pictures):
             total = text + np.array([_image_tokens(row, k) for row in facts])
             dropped = int((total > max_prompt_length).sum())
             budget = {"value": None, "prompt": _spread(total.tolist(), bins=0), "dropped": dropped}
@@ -384,6 +404,7 @@ def _render_split(name: str, split: Mapping[str, Any], limit: Mapping[str, Any])
     spreads = {"width": images["width"], "height": images["height"], "bytes": images["bytes"]}
     spreads |= {f"{label} tokens": spread for label, spread in split.get("tokens", {}).items()}
     lines += [f"  {label:14}{_spread_text(spread)}" for label, spread in spreads.items() if spread]
+    lines += _video_lines(split["videos"])
     answers = split["answers"]
     common = ", ".join(f"{shorten(answer, 20)} × {n}" for answer, n in answers["most_common"][:4])
     lines.append(f"  answers     {answers['distinct']} distinct; most frequent: {common or 'none'}")
@@ -402,6 +423,22 @@ def _render_split(name: str, split: Mapping[str, Any], limit: Mapping[str, Any])
             counts = ", ".join(f"{b['value']} → {b['above']}" for b in budgets["images_per_row"])
             lines.append(f"  rows with more images than: {counts}")
     return [*lines, ""]
+
+
+def _video_lines(videos: Mapping[str, Any]) -> list[str]:
+    """Return the lines on the videos of a split; none if it has none."""
+    if not videos["in_all"]:
+        return []
+    rows = ", ".join(f"{count} with {n}" for n, count in list(videos["per_row"].items())[:8])
+    lines = [f"  videos      {videos['in_all']}, {videos['distinct']} distinct; rows: {rows}"]
+    labels = {
+        "frames": "sampled frames",
+        "seconds": "last frame's s",
+        "width": "frame width",
+        "height": "frame height",
+        "bytes": "frames' bytes",
+    }
+    return lines + [f"  {label:15} {_spread_text(videos[key])}" for key, label in labels.items()]
 
 
 def _spread_text(spread: Mapping[str, Any]) -> str:
