@@ -38,7 +38,7 @@ PAGE_OF_WORDS = {
     "LoRA 24 GB": "one-small-gpu",
     "QLoRA": "lora",
     "4090": "one-small-gpu",
-    "video": "data",
+    "video": "video",
     "own data": "data",
     "agent": "agents",
     "tool calling": "environments",
