@@ -43,8 +43,9 @@ vision tower and its text model (where it can't, `actor.model.vlm` [does](extend
 
 The rest is **refused** at the start, with what is missing: scaled logits (Cohere2), prompts whose tokens attend to later ones
 (PaliGemma), images whose padding or order of rows the model must know (LLaVA-NeXT, LLaVA-OneVision, Mistral 3), cross
-attention (Llama 3.2 Vision). It runs on the torch engine: SGLang has names of its own for weights. Dropout, which some towers
-have, is off.
+attention (Llama 3.2 Vision). It runs on both engines: SGLang computes by the same modules of transformers over its own cache of
+keys and values ([`RlinfVlGeneral`](../rlinf_vl/engines/sglang/models/general.py)), on one GPU an engine
+(`rollout.tensor_parallel_size: 1`); Gemma 3 runs on the torch engine. Dropout, which some towers have, is off.
 
 Each row is a certificate of `rlinf-vl prove-family` on two cores, with figures as in the [table below](#what-is-compared). A
 run of a model type without one begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
@@ -59,18 +60,27 @@ rlinf-vl prove-family CHECKPOINT --family my_family.py:FAMILY
 
 `CHECKPOINT` is a folder, a model on the hub or a model type. From its config a random member is made with small sizes and
 every kind of layer that the checkpoint has, and each path is compared with transformers' own forward of one sequence at a time:
-packed rows, shared prompts, trees, cached features of a frozen tower, checkpointing, LoRA, the torch engine, exports, two FSDP2
-ranks and context parallel. Pictures of odd sizes are cut by the image processor of a folder, or else by one that follows from
-the config; gradients are those of all weights, the tower's included. It takes 40 s on two cores. The exit code is 1 where a
-figure is above its limit or a path fails, and the certificate has the figures, their limits, the member's config and the
-versions of the packages.
+positions, packed rows, shared prompts, trees, cached features of a frozen tower, checkpointing, LoRA, the torch engine, exports,
+SGLang before and after a weight sync, two FSDP2 ranks and context parallel. Pictures of odd sizes are cut by the image processor
+of a folder, or else by one that follows from the config; gradients are those of all weights, the tower's included. It takes
+40 s on two cores, and 40 s more where SGLang is installed. The exit code is 1 where a figure is above its limit or a path fails,
+and the certificate has the figures, their limits, the member's config and the versions of the packages.
 
 Run it before you train a family of your own, a model type without a certificate, or a supported family with a newer
 transformers. A model type's default config need not be that of its checkpoints (GLM's rotate half of a head): a folder with a
 config.json is the better argument. Where transformers names no parts, `--vision-tower` and `--text-model` do.
 
-Prompts (the chat template, and how a tokenizer splits them) and SGLang are not proven by it: `rlinf-vl train --check` renders
-prompts, and the table below has SGLang's figures.
+A checkpoint with a tokenizer has its prompts proven, too: conversations with several pictures in a message and in several
+turns, a system message, tools and `enable_thinking` where its template has them. Their ids, placeholders and pixels must be
+those of its own processor in transformers; the three figures are 0, or the path is wrong. Texts that spell a special token are
+left out, since this project encodes them as text on purpose.
+
+SGLang has [an environment of its own](sglang.md), and elsewhere the path is refused. Paths are added to a certificate, with
+the member that is in it, by naming them:
+
+```bash
+rlinf-vl prove-family internvl --paths sglang --output certificate.json
+```
 
 ## What is compared
 
@@ -165,13 +175,15 @@ def certificate_cell(certificate: Certificate, path: str) -> str:
     """Return the figures of a path, or why there are none."""
     if path in certificate.paths:
         return figures_text(certificate.paths[path], ".1e")
+    if path not in certificate.order:
+        return "not measured"
     return "wrong" if path in certificate.wrong else f"refused: {certificate.refused[path]}"
 
 
 def certificate_table() -> str:
     """Return the table of the families that have no file."""
     general = {name: c for name, c in certificates().items() if name not in FAMILIES}
-    paths = list(next(iter(general.values())).paths)
+    paths = max((certificate.order for certificate in general.values()), key=len)
     lines = ["| model type | " + " | ".join(paths) + " |", "|---" * (1 + len(paths)) + "|"]
     for name, certificate in general.items():
         row = " | ".join(certificate_cell(certificate, path) for path in paths)

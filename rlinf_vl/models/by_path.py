@@ -15,7 +15,7 @@ Whether the result is what transformers computes is for `rlinf-vl prove-family` 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -84,6 +84,8 @@ def family_by_path(
     check_head(config)
     if has_mrope:
         check_positions(owner, config)
+    sees_itself = images_see_themselves(parts)
+    slides = "sliding_attention" in (getattr(parts.text.config, "layer_types", None) or ())
     projector = _projector(parts, blocks[0])
     in_tower = all(path.startswith(f"{paths[0]}.") for path in projector)
     image_token, special_tokens = _image_tokens(config, checkpoint, trust_remote_code)
@@ -102,7 +104,9 @@ def family_by_path(
         special_tokens=special_tokens,
         layers=dict,
         exports_original_format=True,
-        images_see_themselves=images_see_themselves(parts),
+        images_see_themselves=sees_itself,
+        is_general_in_sglang=True,
+        engine_limits=partial(_engine_limits, has_mrope, sees_itself, slides),
         positions=mrope_positions if has_mrope else counted_positions,
         text_forward=text if has_mrope else plain_positions,
         encode_images=encode_images,
@@ -268,6 +272,20 @@ class AnyImages(QwenImages):
     def grid(self, height: int, width: int) -> tuple[int, int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         processed = self._processor(images=[Image.new("RGB", (width, height))], return_tensors="np")
         return tuple(processed["image_grid_thw"][0].tolist())
+
+
+def _engine_limits(
+    has_mrope: bool, sees_itself: bool, slides: bool, config: Mapping[str, Any], on_cpu: bool
+) -> Iterator[str]:
+    """Yield why SGLang can't run a model: `Family.engine_limits`."""
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if has_mrope and "mrope_section" not in rope:
+        yield "its config.json has no mrope_section, by which SGLang tells positions of images"
+    if sees_itself:
+        yield "the tokens of an image see each other, which our model for SGLang has not"
+    if slides:
+        yield "its layers attend within sliding windows, which our model for SGLang has not"
 
 
 def _prices(text_numel: int, tower_products: int, config: Any, tower_trained: bool) -> Prices:

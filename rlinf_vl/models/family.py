@@ -161,6 +161,9 @@ class Family:
     #: (content of config.json, whether the engine is on a CPU) → reasons why SGLang (0.5.23) can't
     #: run the model. An absent key has transformers' default.
     engine_limits: Callable[[Mapping[str, Any], bool], Iterable[str]] = lambda config, on_cpu: ()
+    #: Whether SGLang computes by transformers' modules (`engines.sglang.models`), not by a class of
+    #: its own.
+    is_general_in_sglang: bool = False
     #: Whether an export has the names and layouts of checkpoints on the hub, not those in memory.
     exports_original_format: bool = False
     #: config → its mixtures of experts, None where it has none

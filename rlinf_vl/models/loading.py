@@ -252,9 +252,7 @@ def save_model(
     for name, weight in model.named_parameters():
         for engine_name, value in family.engine_names(name, weight.detach()):
             weights[engine_name] = weight.detach() if value.shape == weight.shape else value
-    # Those that checkpoints have, such as a router's correction.
-    saved = model.state_dict().keys()
-    weights |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    weights |= saved_buffers(model)
     for engine_name, keys in family.engine_config(model.config).items():
         getattr(model.config, engine_name).update(keys)
     model.save_pretrained(
@@ -263,6 +261,12 @@ def save_model(
     mode = (folder / "config.json").stat().st_mode
     for file in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
         file.chmod(mode)
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that checkpoints have, such as a router's correction."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def part_of(name: str, family: Family) -> str:

@@ -17,7 +17,7 @@ from rlinf_vl.config.chat_template import unnamed_variables
 from rlinf_vl.config.toys import TOKEN_SIDE, TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.errors import ConfigError, nearest
-from rlinf_vl.models.certificates import proven_wrong
+from rlinf_vl.models.certificates import proven_wrong, refused_path
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_processor import token_side
@@ -167,10 +167,7 @@ def _family(
     elif is_general or config.actor.model.vlm.paths is not None:
         yield from _general_family(config, checkpoint_type, checkpoint_text)
         if is_general and config.rollout.rollout_backend == "sglang":
-            yield (
-                "rollout.rollout_backend: sglang has names of its own for weights, which are not "
-                f"known of {checkpoint_type!r}; set rollout.rollout_backend=torch"
-            )
+            yield from _general_sglang(config, checkpoint_type)
     elif is_code(configured_type):
         pass  # the code declares itself what it supports
     elif configured_type in FAMILIES and configured_type != checkpoint_type:
@@ -212,13 +209,30 @@ def _family(
 
 def _unused_paths(config: Config) -> list[str]:
     """Return the paths of `prove-family` that a run does not take."""
-    actor = config.actor
+    actor, backend = config.actor, config.rollout.rollout_backend
     used = {
+        "sglang": backend == "sglang",
+        "torch engine": backend == "torch",
         "lora": actor.model.is_lora,
         "context parallel": actor.context_parallel_size > 1,
         "checkpointing": actor.fsdp_config.gradient_checkpointing,
     }
     return [path for path, is_used in used.items() if not is_used]
+
+
+def _general_sglang(config: Config, checkpoint_type: str) -> Iterator[str]:
+    """Yield why SGLang can't run a model without a file."""
+    rollout = config.rollout
+    if rollout.tensor_parallel_size > 1:
+        yield (
+            f"rollout.tensor_parallel_size: {rollout.tensor_parallel_size}, but in SGLang a "
+            f"{checkpoint_type} is computed by transformers' modules, on one GPU an engine; set it 1"
+        )
+    if reason := refused_path(checkpoint_type, "sglang"):
+        yield (
+            f"rollout.rollout_backend: sglang can't run models of type {checkpoint_type!r}: "
+            f"{reason}; set rollout.rollout_backend=torch"
+        )
 
 
 def _general_family(config: Config, checkpoint_type: str, checkpoint_text: str) -> Iterator[str]:
@@ -247,7 +261,9 @@ def _general_family(config: Config, checkpoint_type: str, checkpoint_text: str) 
     with suppress(ConfigError):  # its shape is unknown until it is downloaded
         shape, _ = model_config(model.model_path, trust_remote_code=model.trust_remote_code)
         try:
-            family_at(shape, paths, trust_remote_code=model.trust_remote_code)
+            family = family_at(shape, paths, trust_remote_code=model.trust_remote_code)
+            if family.is_general_in_sglang and config.rollout.rollout_backend == "sglang":
+                yield from family.sglang_refusals(shape.to_dict(), on_cpu=False)
         except ValueError as error:
             yield (
                 str(error)

@@ -345,7 +345,8 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
         yield line("model", config.rollout.model.model_path, error, "warn")
         return
     model_type = model.family.model_type
-    if reason := not_proven(model_type):
+    path = "sglang" if config.rollout.rollout_backend == "sglang" else ""
+    if reason := not_proven(model_type, path):
         yield line("model", f"{config.rollout.model.model_path}, {model_type}", reason, "warn")
     if model.family.decode_state(model.shape).row_shapes and _on_gpus(machine, config):
         fla_version = machine.packages.get("fla-core")

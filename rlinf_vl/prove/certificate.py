@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -61,13 +61,37 @@ def write_certificate(
     file: Path, checkpoint: str, config: dict[str, Any], outcomes: list[Outcome]
 ) -> None:
     """Write a certificate: the model, the tiny member, versions, and the outcome of each path."""
-    content = {
-        "checkpoint": checkpoint,
-        "model_type": config["model_type"],
-        "proven": all(outcome.status != "wrong" for outcome in outcomes),
-        "paths": [asdict(outcome) for outcome in outcomes],
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in PACKAGES},
-        "member": config,
+    paths = [asdict(outcome) for outcome in outcomes]
+    content = {"checkpoint": checkpoint, "model_type": config["model_type"], "proven": False}
+    _write(file, content | {"paths": paths, "versions": _versions(), "member": config})
+
+
+def add_to_certificate(
+    file: Path, order: Sequence[str], config: dict[str, Any], outcomes: list[Outcome]
+) -> None:
+    """Put outcomes of the member in a certificate into it, in place of older ones of their paths.
+
+    Where other versions measured them than those of the certificate, they have their own.
+
+    Args:
+        order: of all paths.
+        config: the member's.
+    """
+    content = json.loads(file.read_text("utf-8"))
+    versions = _versions()
+    apart = {} if versions == content["versions"] else {"versions": versions}
+    paths = {path["path"]: path for path in content["paths"]}
+    paths |= {outcome.path: asdict(outcome) | apart for outcome in outcomes}
+    content["paths"] = [paths[path] for path in order if path in paths]
+    _write(file, content | {"member": config})
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {
+        package: version(package) for package in PACKAGES
     }
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    content["proven"] = all(path["status"] != "wrong" for path in content["paths"])
     file.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")

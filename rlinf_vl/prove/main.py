@@ -1,11 +1,13 @@
 """The verb `prove-family`: proves the paths of a checkpoint's family, and shows the outcomes."""
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,8 +21,13 @@ from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.models.families import FAMILIES, family_at, family_of
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.loading import TOKENIZER_AND_PROCESSOR_FILES
-from rlinf_vl.prove.certificate import Outcome, outcomes_of, write_certificate
-from rlinf_vl.prove.member import Member, member_of
+from rlinf_vl.prove.certificate import (
+    Outcome,
+    add_to_certificate,
+    outcomes_of,
+    write_certificate,
+)
+from rlinf_vl.prove.member import Member, member_of, member_with
 from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.user_code import CodeError, is_code
 
@@ -40,12 +47,19 @@ def main(arguments: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the number of threads changes the order of sums
     try:
-        config = _config_of(arguments.checkpoint)
+        certificate = _certificate_to_extend(arguments)
+        config = (
+            AutoConfig.for_model(**certificate["member"])
+            if certificate
+            else _config_of(arguments.checkpoint)
+        )
         files = _files_of(arguments.checkpoint)
         with _image_processor_folder(files) as folder:
             tokenizer_folder = files if files and _has_tokenizer(files) else None
             family = _family(arguments, config, tokenizer_folder)
-            proofs = Proofs(_member(family, config, folder), tokenizer_folder)
+            make = member_with if certificate else member_of
+            member = _member(make, family, config, folder)
+            proofs = Proofs(member, tokenizer_folder)
             chosen = _chosen_paths(arguments.paths, proofs)
             outcomes: list[Outcome] = []
             for outcome in outcomes_of(proofs, chosen.__contains__):
@@ -58,13 +72,36 @@ def main(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(threads)
     console.print(_table(config.model_type, outcomes))
     if arguments.output is not None:
-        file = Path(arguments.output)
-        write_certificate(file, arguments.checkpoint, proofs.member.config.to_dict(), outcomes)
+        file, settings = Path(arguments.output), proofs.member.config.to_dict()
+        if certificate is None:
+            write_certificate(file, arguments.checkpoint, settings, outcomes)
+        else:
+            add_to_certificate(file, list(proofs.paths), settings, outcomes)
         console.print(f"the certificate is in {file}")
     wrong = [outcome.path for outcome in outcomes if outcome.status == "wrong"]
     if wrong:
         console.print(f"{config.model_type} is not computed as in transformers: {', '.join(wrong)}")
     return 1 if wrong else 0
+
+
+def _certificate_to_extend(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the certificate that gets the chosen paths: one that is there and has the others.
+
+    Raises:
+        ConfigError: it is of another model.
+    """
+    if arguments.paths is None or arguments.output is None or not Path(arguments.output).is_file():
+        return None
+    try:
+        content = json.loads(Path(arguments.output).read_text("utf-8"))
+        checkpoint = content["checkpoint"]
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"--output {arguments.output!r} is no certificate: {error!r}") from error
+    if checkpoint != arguments.checkpoint:
+        raise ConfigError(
+            f"--output {arguments.output!r} is the certificate of {checkpoint!r}; name another file"
+        )
+    return content
 
 
 def _files_of(checkpoint: str) -> Path | None:
@@ -130,14 +167,16 @@ def _family(
         raise ConfigError(str(error)) from error
 
 
-def _member(family: Family, config: PretrainedConfig, folder: Path) -> Member:
-    """Return `member_of` these.
+def _member(
+    make: Callable[..., Member], family: Family, config: PretrainedConfig, folder: Path
+) -> Member:
+    """Return `member_of` or `member_with` these.
 
     Raises:
         ConfigError: the config has no small sizes.
     """
     try:
-        return member_of(family, config, folder)
+        return make(family, config, folder)
     except Exception as error:  # transformers checks configs in many ways
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"no tiny member of {config.model_type} can be made: {text}") from error

@@ -22,12 +22,13 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.tiles import TileImages, blank_tile
 from rlinf_vl.models.video_processor import VideoProcessor
 
-#: Sizes of a text model, where its config has the key. The size of a head stays the checkpoint's,
+#: Sizes of a text model, where its config has the key. SGLang's CPU build rounds those of
+#: intermediate layers up to multiples of 32, and then can't load others. The size of a head stays the checkpoint's,
 #: since the sections of rotary angles add up to it.
 TEXT_SIZES = {
-    "intermediate_size": 72,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "linear_num_key_heads": 2,
@@ -39,7 +40,7 @@ TEXT_SIZES = {
 VISION_SIZES = {
     "num_heads": 2,
     "num_attention_heads": 2,
-    "intermediate_size": 44,
+    "intermediate_size": 64,
     "depth": 3,
     "num_hidden_layers": 3,
 }
@@ -48,6 +49,7 @@ TILE_PATCHES = 4
 #: Tokens that a layer with a sliding window sees: fewer than those of a tile, or of a prompt.
 WINDOW = 7
 HIDDEN, VISION_HIDDEN = 48, 32
+#: States pass from layer to layer; each deepstack layer needs one to go to.
 MIN_LAYERS = 2
 #: Ids from `VOCABULARY` on are those that the config names, such as an image's placeholder.
 VOCABULARY, NAMED_IDS = 64, 32
@@ -91,7 +93,9 @@ class Member:
         """Bool [V], True for ids that are never sampled."""
         banned = np.zeros(self.config.get_text_config().vocab_size, bool)
         stop_ids = _as_list(getattr(self.config.get_text_config(), "eos_token_id", None))
-        banned[sorted(self.special_ids - set(stop_ids))] = True
+        # Another version of transformers may have defaults beyond the member's ids.
+        special_ids = {i for i in self.special_ids if i < len(banned)}
+        banned[sorted(special_ids - set(stop_ids))] = True
         return banned
 
     def model(self) -> PreTrainedModel:
@@ -144,14 +148,18 @@ class MemberTiles:
 
 
 def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> Member:
-    """Make the tiny member of a checkpoint.
+    """Make the tiny member of a checkpoint; `config` is the checkpoint's. See `member_with`."""
+    return member_with(family, tiny_config(config), folder)
+
+
+def member_with(family: Family, tiny: PretrainedConfig, folder: str | Path) -> Member:
+    """Make the member that has this config.
 
     Args:
-        config: the checkpoint's.
         folder: the checkpoint's folder, or an empty one, in which the settings of an image
             processor are written that follow from the config.
     """
-    tiny = tiny_config(config)
+    _name_sections(tiny, family)
     if family.vision_tower is None:
         return Member(family, tiny, None)
     if family.image_processor is TileImages:
@@ -169,19 +177,36 @@ def member_of(family: Family, config: PretrainedConfig, folder: str | Path) -> M
     return Member(family, tiny, family.image_processor(folder, low, high), videos)
 
 
+def _name_sections(config: PretrainedConfig, family: Family) -> None:
+    """Write the sections of M-RoPE into a config, which transformers' classes may leave out.
+
+    Checkpoints have them, and SGLang knows by them how to count positions.
+    """
+    with torch.device("meta"):
+        model = family.model_class.from_config(copy.deepcopy(config))
+    for module in model.modules():
+        if (sections := getattr(module, "mrope_section", None)) is not None:
+            rope = config.get_text_config().rope_parameters
+            rope.setdefault("mrope_section", list(sections))
+            # Each frequency's part: time, height or width.
+            parts = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 1, sum(sections)).clone()
+            layout = module.recomposition_frequencies(parts)[0, 0]
+            if layout[: sections[0]].any():
+                rope.setdefault("mrope_interleaved", True)
+
+
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return a config with small sizes and every kind of layer of `config`."""
     sizes = copy.deepcopy(config.to_dict())
     _renumber(sizes, {})
     text = sizes["text_config"] if isinstance(sizes.get("text_config"), dict) else sizes
-    _shrink_text(text, config.get_text_config())
     vision = sizes.get("vision_config")
     if sizes.get("mm_tokens_per_image"):
         sizes["mm_tokens_per_image"] = TILE_PATCHES**2
+    deepstack = len((vision or {}).get("deepstack_visual_indexes") or ())
+    _shrink_text(text, config.get_text_config(), max(MIN_LAYERS, deepstack))
     if isinstance(vision, dict):
         _shrink_vision(vision, text["hidden_size"])
-        deepstack = len(vision.get("deepstack_visual_indexes") or ())
-        assert text["num_hidden_layers"] >= deepstack
         # Several layers whose features are read, from the last on.
         if isinstance(layers := sizes.get("vision_feature_layer"), (list, tuple)):
             depth = VISION_SIZES["num_hidden_layers"]
@@ -191,7 +216,7 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     return tiny
 
 
-def _shrink_text(text: dict[str, Any], config: Any) -> None:
+def _shrink_text(text: dict[str, Any], config: Any, min_layers: int) -> None:
     """Make the sizes of a text model small in place."""
     kv_heads = min(2, config.num_key_value_heads)
     heads = kv_heads * min(2, config.num_attention_heads // config.num_key_value_heads)
@@ -209,7 +234,7 @@ def _shrink_text(text: dict[str, Any], config: Any) -> None:
         text["sliding_window"] = WINDOW
     # Hidden states keep their size from layer to layer, so that what an early layer does shows.
     text["initializer_range"] = text["hidden_size"] ** -0.5
-    kinds = _layer_kinds(config)
+    kinds = _layer_kinds(config, min_layers)
     text["num_hidden_layers"] = len(kinds)
     if text.get("layer_types"):
         text["layer_types"] = [attention for attention, _ in kinds]
@@ -218,10 +243,10 @@ def _shrink_text(text: dict[str, Any], config: Any) -> None:
         text |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 
-def _layer_kinds(config: Any) -> list[tuple[str, bool]]:
-    """Return (attention, whether it is a mixture) of the member's layers.
+def _layer_kinds(config: Any, min_layers: int) -> list[tuple[str, bool]]:
+    """Return (attention, whether it is a mixture) of the member's layers, `min_layers` at least.
 
-    It has each kind once, or its one kind twice.
+    It has each kind once, and its first kind in the layers that are missing.
     """
     attention = (
         getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -234,8 +259,7 @@ def _layer_kinds(config: Any) -> list[tuple[str, bool]]:
         for i, kind in enumerate(attention)
     ]
     distinct = list(dict.fromkeys(kinds))
-    # States pass from layer to layer, and deepstack has two layers to go to.
-    return distinct + distinct[:1] * (MIN_LAYERS - len(distinct))
+    return distinct + distinct[:1] * (min_layers - len(distinct))
 
 
 def _shrink_vision(vision: dict[str, Any], text_hidden: int) -> None:
@@ -253,9 +277,12 @@ def _shrink_vision(vision: dict[str, Any], text_hidden: int) -> None:
             TILE_PATCHES * patch if is_square else [TILE_PATCHES * side for side in patch]
         )
     # Layers of a kind by their numbers: as many as fit, not all.
-    for key in ("deepstack_visual_indexes", "fullatt_block_indexes"):
-        if vision.get(key):
-            vision[key] = [0, 2][: len(vision[key])]
+    if full := vision.get("fullatt_block_indexes"):
+        vision["fullatt_block_indexes"] = [0, 2][: len(full)]
+    if deepstack := vision.get("deepstack_visual_indexes"):
+        # As many as there are: SGLang has three, whatever a config says.
+        vision["deepstack_visual_indexes"] = [0, *range(2, 1 + len(deepstack))]
+        vision["depth"] = max(vision["depth"], 1 + len(deepstack))
 
 
 def _renumber(settings: dict[str, Any], new_ids: dict[int, int]) -> None:

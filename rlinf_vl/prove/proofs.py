@@ -44,6 +44,7 @@ from rlinf_vl.prove.reference import (
     pixels_of,
     weighted_sum,
 )
+from rlinf_vl.prove.sglang import reasons_against, sglang_figures
 from rlinf_vl.types import SamplingParams
 
 LIMIT = 1e-5
@@ -89,6 +90,7 @@ class Proofs:
             "video": self.video,
             "torch engine": self.torch_engine,
             "export": self.export,
+            "sglang": self.sglang,
             "two ranks": self.two_ranks,
             "context parallel": self.context_parallel,
         }
@@ -112,7 +114,7 @@ class Proofs:
     def positions(self) -> Figures:
         """Compare positions of several pictures of odd sizes with transformers'."""
         model, differences = self.member.model(), []
-        owner = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
+        owner: Any = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
         rng = np.random.default_rng(3)
         for sizes in (SIZES, SIZES[::-1], SIZES[:1] * 2, ()):
             request = random_request(self.member, rng, sizes)
@@ -255,6 +257,12 @@ class Proofs:
         with torch.no_grad():
             logprobs = all_logprobs(self.member, model, self._flat)
         return (_furthest(logprobs, self._flat_reference[0]),)
+
+    def sglang(self) -> Figures:
+        """Compare logprobs of what SGLang samples, before and after a sync of other weights."""
+        if reasons := reasons_against(self.member):
+            raise Refused(reasons)
+        return sglang_figures(self.member)
 
     # --- ranks ------------------------------------------------------------------------------------
 

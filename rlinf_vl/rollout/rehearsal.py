@@ -99,7 +99,8 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
         player_name = agent.function or " ".join(agent.command)
     rehearsal = Rehearsal(len(dataset), player_name, config.data.max_prompt_length)
     if not is_code(config.rollout.model.model_type):
-        rehearsal.warnings += filter(None, [not_proven(processor.family.model_type)])
+        path = "sglang" if config.rollout.rollout_backend == "sglang" else ""
+        rehearsal.warnings += filter(None, [not_proven(processor.family.model_type, path)])
     # A judge is a service that costs money: asking it is left to the run.
     entries = [entry for entry in config.reward.entries if entry["function"] not in ASKING]
     scorer = scorer_of(config, entries)

@@ -33,17 +33,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.machine import missing_tools, require_platform, require_sglang
 from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.requests import Requests
-from rlinf_vl.engines.sglang.settings import PROCESSORS, Settings
+from rlinf_vl.engines.sglang.settings import (
+    GENERAL_MODEL,
+    GENERAL_PATHS,
+    PROCESSORS,
+    Settings,
+)
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_tokens import ImageTokens
-from rlinf_vl.models.loading import load_model, part_of, stored_as_in_memory, weight_shapes
+from rlinf_vl.models.loading import (
+    load_model,
+    part_of,
+    saved_buffers,
+    stored_as_in_memory,
+    weight_shapes,
+)
 from rlinf_vl.types import Completion, ImageRef, Request
 from rlinf_vl.weights.buckets import Label, group_by_size
 from rlinf_vl.weights.patch import Patch
@@ -112,28 +123,52 @@ class SglangEngine:
                 state.token_bytes(settings.dtype), state.row_bytes()
             )
         os.environ.update(settings.environment())
-        arguments = settings.server_arguments(kv_tokens, family.engine_config(config))
+        model_config = dict(family.engine_config(config))
+        if family.is_general_in_sglang:
+            model_config |= {
+                "architectures": [GENERAL_MODEL],
+                GENERAL_PATHS: [family.vision_tower, family.text_model],
+            }
+        arguments = settings.server_arguments(kv_tokens, model_config)
         model = None
         # SGLang would read such a checkpoint transposed, or die of it: send it the weights instead.
-        if stored_as_in_memory(settings.model_path, family, shapes):
+        # The general model has names in memory, which those of a checkpoint need not be.
+        if family.is_general_in_sglang or stored_as_in_memory(settings.model_path, family, shapes):
             arguments["load_format"] = "dummy"
             trust = settings.trust_remote_code
             model = load_model(settings.model_path, family, settings.dtype, trust_remote_code=trust)
         self.host = self.requests.host = Host(arguments)
+        try:
+            self._check_processor(family)
+            if model is not None:
+                self._send_all(model, family)
+        except BaseException:
+            self.close()  # its processes would outlive the failure
+            raise
+
+    def _check_processor(self, family: Family) -> None:
+        """Raise EngineDied unless SGLang has our processor.
+
+        SGLang only logs a failed import of it, and then uses its own.
+        """
         processor = type(self.host.manager.mm_processor)
-        # SGLang only logs a failed import of our processor, and then uses its own.
         if family.vision_tower and not processor.__module__.startswith(PROCESSORS):
-            self.close()
             raise EngineDied(
                 f"SGLang would process images by {processor.__module__}, not by {PROCESSORS}"
             )
-        if model is not None:
-            weights = (
-                part
-                for name, p in model.named_parameters()
-                for part in family.engine_names(name, p.detach())
-            )
-            self.load_weights(map(dict, group_by_size(weights)), version=0)
+
+    def _send_all(self, model: PreTrainedModel, family: Family) -> None:
+        """Give SGLang all weights of the model, and the buffers that checkpoints have."""
+        weights = [
+            part
+            for name, p in model.named_parameters()
+            for part in family.engine_names(name, p.detach())
+        ]
+        if family.is_general_in_sglang:
+            buffers = saved_buffers(model)
+            self.shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
+            weights += buffers.items()
+        self.load_weights(map(dict, group_by_size(weights)), version=0)
 
     def _checked_config(self, family: Family) -> Any:
         """Return the checkpoint's config, after checking that it, the settings and this machine go

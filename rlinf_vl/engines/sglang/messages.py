@@ -18,7 +18,7 @@ from rlinf_vl.engines.sglang.pixels import MappedPatches
 from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.mixture import ROUTES
 from rlinf_vl.models.shapes import Mixture
-from rlinf_vl.types import Request, Sample, SamplingParams
+from rlinf_vl.types import Grid, Request, Sample, SamplingParams
 from rlinf_vl.weights.buckets import Label, flatten
 
 #: The bias of banned ids' logits: its exp is exactly 0. SGLang's logprobs leave such ids out, too.
@@ -50,8 +50,7 @@ class SentImage:
     Attributes:
         patches: pixels from the trainer's image processor.
         grid: (t, h, w) in patches.
-        runs: first and last position of each run of its placeholders in the ids: one of a picture, one
-            or several of a clip.
+        runs: those of its placeholders, see `placeholder_runs`.
         is_clip: whether it is the clip of a video.
         identity: 32 bytes. Images with the same identity are the same image to SGLang's prefix
             cache, and to its cache of embeddings, which survives every update. So the identity
@@ -68,38 +67,71 @@ class SentImage:
 def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[Runs]:
     """Return the first and last position of each run of each image's placeholders in the ids.
 
+    A picture has one run, or several where there are marks between its tiles; a clip has as many as
+    its family writes.
+
     Raises:
-        ValueError: there are not the runs of the images, or one does not have the length of its
-            image's grid, or the ids of another kind of image. SGLang would answer without the
-            image, or for the wrong one, without an error.
+        ValueError: the runs are not those of the images, by number, length or id. SGLang would
+            answer without an image, or for the wrong one, without an error.
     """
     is_placeholder = np.concatenate([[False], image_tokens.mask(request.ids), [False]])
     edges = np.flatnonzero(np.diff(is_placeholder)).reshape(-1, 2)
     runs = [(int(first), int(end) - 1) for first, end in edges]
-    # For each run: its image, the number of its placeholders, and their id.
-    expected: list[tuple[int, int, int]] = []
-    grids = request.image_grids
-    for i, (image, grid) in enumerate(zip(request.images, grids.tolist(), strict=True)):
-        placeholder_id = image_tokens.video_id if is_clip(image) else image_tokens.id
-        n_runs = image_tokens.runs(grid, placeholder_id)
-        n_tokens = int(image_tokens(grids[i : i + 1])[0])
-        expected += [(i, n_tokens // n_runs, placeholder_id)] * n_runs
     description = f"a request of {len(request.ids)} ids with {len(request.images)} images"
-    if len(runs) != len(expected):
-        raise ValueError(
-            f"{description} has {len(runs)} runs of image placeholders (id "
-            f"{' or '.join(map(str, image_tokens.placeholder_ids))}), not {len(expected)}"
-        )
-    runs_of_images: list[Runs] = [[] for _ in request.images]
-    for (first, last), (i, n, placeholder_id) in zip(runs, expected, strict=True):
-        if last - first + 1 != n or request.ids[first] != placeholder_id:
+    wrong_number = (
+        f"{description} has {len(runs)} runs of image placeholders (id "
+        f"{' or '.join(map(str, image_tokens.placeholder_ids))})"
+    )
+    grids = request.image_grids.tolist()
+    placeholder_ids = [
+        image_tokens.video_id if is_clip(image) else image_tokens.id for image in request.images
+    ]
+    n_runs = sum(map(image_tokens.runs, grids, placeholder_ids))
+    if n_runs != len(runs) and not image_tokens.marks:
+        raise ValueError(f"{wrong_number}, not {n_runs}")
+    runs_of_images: list[Runs] = []
+    n_used = 0  # runs of earlier images
+    counts = image_tokens(request.image_grids).tolist()
+    for i, (image, grid) in enumerate(zip(request.images, grids, strict=True)):
+        placeholder_id = placeholder_ids[i]
+        image_runs: Runs = []
+        while n_used < len(runs) and _length(image_runs) < counts[i]:
+            image_runs.append(runs[n_used])
+            n_used += 1
+        if not _are_runs_of(image_runs, request.ids, grid, counts[i], placeholder_id, image_tokens):
+            places = ", ".join(f"{first} to {last}" for first, last in image_runs) or "none"
+            ids = sorted({int(request.ids[first]) for first, _ in image_runs})
             raise ValueError(
-                f"{description}: image {i} ({request.images[i].hash[:12]}) of grid "
-                f"{grids[i].tolist()} takes {n} placeholders, of id {placeholder_id}, but the run "
-                f"at {first} to {last} has {last - first + 1}, of id {request.ids[first]}"
+                f"{description}: image {i} ({image.hash[:12]}) of grid {grid} takes {counts[i]} "
+                f"placeholders, of id {placeholder_id}, but the run at {places} has "
+                f"{_length(image_runs)}, of id {' and '.join(map(str, ids)) or 'none'}"
             )
-        runs_of_images[i].append((first, last))
+        runs_of_images.append(image_runs)
+    if n_used < len(runs):
+        raise ValueError(f"{wrong_number}, not {n_used}")
     return runs_of_images
+
+
+def _length(runs: Runs) -> int:
+    """Return the number of placeholders in these runs."""
+    return sum(last - first + 1 for first, last in runs)
+
+
+def _are_runs_of(
+    runs: Runs,
+    ids: np.ndarray,
+    grid: Grid,
+    n_tokens: int,
+    placeholder_id: int,
+    image_tokens: ImageTokens,
+) -> bool:
+    """Return whether runs are those of an image with this grid and so many placeholders."""
+    if _length(runs) != n_tokens or any(ids[first] != placeholder_id for first, _ in runs):
+        return False
+    if image_tokens.marks:  # they stand where the image processor has put them, between tiles
+        return all(_length([run]) % image_tokens.tokens_per_tile == 0 for run in runs)
+    n_runs = image_tokens.runs(grid, placeholder_id)
+    return len(runs) == n_runs and all(_length([run]) * n_runs == n_tokens for run in runs)
 
 
 def sent_images(
@@ -119,12 +151,16 @@ def sent_images(
             tuple(grid),
             image_runs,
             is_clip(image),
-            hashlib.sha256(f"{image.hash} {tower}".encode()).digest(),
+            _identity(f"{image.hash} {tower}"),
         )
         for image, grid, image_runs, image_patches in zip(
             request.images, request.image_grids.tolist(), runs, patches, strict=True
         )
     ]
+
+
+def _identity(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def as_sample(

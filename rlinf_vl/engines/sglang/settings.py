@@ -25,6 +25,10 @@ EMBEDDINGS_MB = 256
 CPU_PREFILL = 256
 #: Package of the multimodal processors that SGLang uses in place of its own.
 PROCESSORS = "rlinf_vl.engines.sglang.processors"
+#: Package and class of the model that runs a family of the general path, and the key of the config
+#: with the paths of its vision tower and its text model.
+MODELS, GENERAL_MODEL = "rlinf_vl.engines.sglang.models", "RlinfVlGeneral"
+GENERAL_PATHS = "rlinf_vl_paths"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,8 @@ class Settings:
         them."""
         environment = {
             "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": PROCESSORS,
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": MODELS,
+            "SGLANG_EXTERNAL_MM_MODEL_ARCH": GENERAL_MODEL,
             # This cache survives weight updates, so an image's identity depends on the tower
             # (`messages.SentImage`).
             "SGLANG_VLM_CACHE_SIZE_MB": str(EMBEDDINGS_MB),

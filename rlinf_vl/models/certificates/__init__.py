@@ -25,6 +25,7 @@ class Certificate:
         wrong: by path that does not compute what transformers computes, why.
         refused: by path that there is not, why.
         transformers: the version of transformers that was compared with.
+        order: all these paths, cheap ones first.
     """
 
     model_type: str
@@ -32,6 +33,7 @@ class Certificate:
     wrong: dict[str, str]
     refused: dict[str, str]
     transformers: str
+    order: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> "Certificate":
@@ -48,6 +50,7 @@ class Certificate:
             },
             {outcome["path"]: outcome["reason"] for outcome in by_status["refused"]},
             content["versions"]["transformers"],
+            tuple(outcome["path"] for outcome in content["paths"]),
         )
 
 
@@ -58,14 +61,30 @@ def certificates() -> dict[str, Certificate]:
     return {file.stem: Certificate.of(json.loads(file.read_text("utf-8"))) for file in files}
 
 
-def not_proven(model_type: str) -> str:
-    """Return a sentence about a model type without a certificate, "" for one that is proven."""
-    if model_type in FAMILIES or model_type in certificates():
+def not_proven(model_type: str, path: str = "") -> str:
+    """Return a sentence about a model type without a certificate, "" for one that is proven.
+
+    Args:
+        path: one that a run takes, which a certificate may lack.
+    """
+    certificate = certificates().get(model_type)
+    if model_type in FAMILIES or (certificate and (not path or path in certificate.paths)):
         return ""
+    if certificate:
+        return (
+            f"nobody has proven the path {path!r} of models of type {model_type!r}: run "
+            f"rlinf-vl prove-family with this checkpoint and --paths {path}"
+        )
     return (
         f"nobody has proven that models of type {model_type!r} are computed here as in "
         "transformers: run rlinf-vl prove-family with this checkpoint, a minute on a CPU"
     )
+
+
+def refused_path(model_type: str, path: str) -> str:
+    """Return why the certificate of a model type refuses a path, "" if it does not."""
+    certificate = certificates().get(model_type)
+    return certificate.refused.get(path, "") if certificate else ""
 
 
 def proven_wrong(model_type: str, unused: Collection[str] = ()) -> str:

@@ -120,6 +120,37 @@ def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another()
     )
 
 
+def test_an_image_with_marks_between_its_tiles_is_sent_with_its_runs():
+    """Idefics 3 names row and column of each tile."""
+    tokens = ImageTokens(PAD, tokens_per_tile=2, marks=(7, 8))
+    ids = [7, *[PAD] * 2, 8, *[PAD] * 4, 7, 1, *[PAD] * 2]
+    tiles = request(ids, (3, 1, 1), (1, 1, 1))
+    runs = messages.placeholder_runs(tiles, tokens)
+    assert runs == [[(1, 2), (4, 7)], [(10, 11)]]
+    places = [MappedPatches("", 0, (3, 12)), MappedPatches("", 4096, (1, 12))]
+    sent = messages.sent_images(tiles, runs, places, tower=0)
+    assert [image.runs for image in sent] == runs
+    assert [image.grid for image in sent] == [(3, 1, 1), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (
+            [PAD, 7, *[PAD] * 5],
+            "takes 6 placeholders, of id 9, but the run at 0 to 0, 2 to 6 has 6",
+        ),
+        ([*[PAD] * 6, 7, *[PAD] * 2], "with 1 images has 2 runs"),
+        ([*[PAD] * 4], "takes 6 placeholders, of id 9, but the run at 0 to 3 has 4"),
+        ([1], "takes 6 placeholders, of id 9, but the run at none has 0"),
+    ],
+)
+def test_runs_that_are_not_those_of_tiles_are_refused(ids, message):
+    tokens = ImageTokens(PAD, tokens_per_tile=2, marks=(7, 8))
+    with pytest.raises(ValueError, match=message):
+        messages.placeholder_runs(request(ids, (3, 1, 1)), tokens)
+
+
 @pytest.fixture
 def files():
     """`PixelFiles` of images whose data says how many patches they have; `made` lists those that were computed."""

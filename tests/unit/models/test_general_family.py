@@ -34,6 +34,7 @@ from rlinf_vl.rollout.renderer import Renderer
 from rlinf_vl.types import ImageRef
 
 WRITERS = {"internvl": write_internvl, "idefics3": write_idefics3, "gemma3": write_gemma3}
+SGLANG = "rollout.rollout_backend=sglang"
 
 
 @pytest.fixture(scope="module")
@@ -299,13 +300,40 @@ def test_changed_logits_are_refused(key):
         family_at(config)
 
 
-def test_sglang_is_refused_and_so_is_a_type_that_is_named(folder):
+def test_what_sglang_can_not_run_is_refused_and_so_is_a_type_that_is_named(folder, monkeypatch):
     def problems(*overrides):
         path = f"rollout.model.model_path={folder}"
         return list(checkpoint(load_config("toy-grpo-cpu", [path, *overrides])))
 
-    assert problems() == []
-    (problem,) = problems("rollout.rollout_backend=sglang")
-    assert "set rollout.rollout_backend=torch" in problem
+    assert problems() == problems(SGLANG) == []
     (problem,) = problems("rollout.model.model_type=qwen3_vl")
     assert "'internvl'; set rollout.model.model_type=auto" in problem
+    (problem,) = problems(SGLANG, "rollout.tensor_parallel_size=2")
+    assert problem.startswith("rollout.tensor_parallel_size: 2, ") and "set it 1" in problem
+    proven = certificates_module.certificates()["internvl"]
+    refused = replace(proven, paths={"packed": (0.0,)}, refused={"sglang": "no such mask"})
+    monkeypatch.setattr(certificates_module, "certificates", lambda: {"internvl": refused})
+    (problem,) = problems(SGLANG)
+    assert "can't run models of type 'internvl': no such mask" in problem
+    assert "set rollout.rollout_backend=torch" in problem and problems() == []
+    wrong = replace(proven, wrong={"sglang": "differs by 3.0e-01"})
+    monkeypatch.setattr(certificates_module, "certificates", lambda: {"internvl": wrong})
+    (problem,) = problems(SGLANG)
+    assert "(sglang: differs by 3.0e-01)" in problem and problems() == []
+
+
+def test_a_path_that_nobody_has_proven_is_told(monkeypatch):
+    proven = certificates_module.certificates()["internvl"]
+    without = replace(proven, paths={"packed": (0.0,)})
+    monkeypatch.setattr(certificates_module, "certificates", lambda: {"internvl": without})
+    assert "the path 'sglang' of models of type 'internvl'" in not_proven("internvl", "sglang")
+    assert not not_proven("internvl") and not not_proven("qwen3_vl", "sglang")
+
+
+def test_sglang_needs_the_sections_of_mrope():
+    """By which it tells the positions of images; checkpoints have them, a class's default may not."""
+    config = AutoConfig.for_model("qwen2_vl")
+    (reason,) = family_at(config).sglang_refusals(config.to_dict(), on_cpu=False)
+    assert "no mrope_section" in reason
+    config.text_config.rope_parameters["mrope_section"] = [16, 24, 24]
+    assert not family_at(config).sglang_refusals(config.to_dict(), on_cpu=False)

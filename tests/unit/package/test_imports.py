@@ -40,7 +40,7 @@ ROOMS = {
     "check_agent": {"agents", "config", "data", "engines", "models", "rewards", "rollout", "toy"},
     "check_data": {"config", "data", "envs", "models", "preflight", "rollout", "runtime", "toy"},
     "prove": {
-        "actor", "config", "controller", "data", "engines", "models", "observe", "packing", "transport",
+        "actor", "config", "controller", "data", "engines", "models", "observe", "packing", "rollout", "transport",
     },
     "report": {"config", "observe", "runtime"},
     "preflight": {

@@ -27,6 +27,8 @@ from rlinf_vl.prove.member import member_of, tiny_config
 from rlinf_vl.prove.proofs import Proofs
 
 RANKS = ("two ranks", "context parallel")
+#: Paths that start processes; tests/integration/sglang has the last.
+PROCESSES = (*RANKS, "sglang")
 
 
 def proofs_of(family: Family, folder: Path) -> Proofs:
@@ -37,7 +39,7 @@ def proofs_of(family: Family, folder: Path) -> Proofs:
 def outcomes(family: Family, folder: Path, *paths: str) -> dict[str, Outcome]:
     """The outcomes by path, of all in this process unless some are named."""
     proofs = proofs_of(family, folder)
-    chosen = paths or [path for path in proofs.paths if path not in RANKS]
+    chosen = paths or [path for path in proofs.paths if path not in PROCESSES]
     return {outcome.path: outcome for outcome in outcomes_of(proofs, chosen.__contains__)}
 
 
@@ -74,14 +76,15 @@ def test_a_member_has_every_kind_of_layer(name):
     if FAMILIES[name].mixture(config):
         assert FAMILIES[name].mixture(tiny)
     if name.startswith("qwen3_vl"):
-        assert tiny.vision_config.deepstack_visual_indexes == [0, 2]
+        assert tiny.vision_config.deepstack_visual_indexes == [0, 2, 3]
+        assert tiny.vision_config.depth == 4 and small.num_hidden_layers == 3
 
 
 def test_dense_layers_among_mixtures_are_in_the_member():
     config = AutoConfig.for_model("qwen3_vl_moe")
     config.text_config.mlp_only_layers = [5, 7]
     text = tiny_config(config).get_text_config()
-    assert (text.num_hidden_layers, text.mlp_only_layers) == (2, [1])
+    assert (text.num_hidden_layers, text.mlp_only_layers) == (3, [1])
 
 
 # --- planted faults ---------------------------------------------------------------------------------------------------
@@ -462,3 +465,25 @@ def test_a_tower_by_its_path_is_proven(name, tmp_path):
 def test_mistakes_are_told(words, message, capsys):
     assert main(["prove-family", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_paths_are_added_to_a_certificate(tmp_path, capsys):
+    """With the member that is in it."""
+    file = tmp_path / "certificate.json"
+    assert main(["prove-family", "qwen3", "--paths", "packed", "--output", str(file)]) == 0
+    written = json.loads(file.read_text())
+    written["member"]["intermediate_size"] = 72
+    written["versions"]["torch"] = "1.0"
+    file.write_text(json.dumps(written))
+    command = ["prove-family", "qwen3", "--paths", "prompts,export", "--output", str(file)]
+    assert main(command) == 0
+    added = json.loads(file.read_text())
+    assert [path["path"] for path in added["paths"]] == ["prompts", "packed", "export"]
+    assert added["paths"][1] == written["paths"][0] and added["member"]["intermediate_size"] == 72
+    assert added["paths"][2]["versions"]["torch"] == torch.__version__
+    capsys.readouterr()
+    assert main(["prove-family", "qwen3_vl", "--paths", "export", "--output", str(file)]) == 2
+    assert "is the certificate of 'qwen3'; name another file" in capsys.readouterr().err
+    file.write_text("{}")
+    assert main(command) == 2
+    assert "is no certificate" in capsys.readouterr().err

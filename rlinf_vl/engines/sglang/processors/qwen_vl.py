@@ -6,21 +6,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from sglang.srt.managers.schedule_batch import (
-    Modality,
-    MultimodalDataItem,
-    MultimodalInputFormat,
-    MultimodalProcessorOutput,
-)
+from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
-from rlinf_vl.engines.sglang.messages import SentImage
+from rlinf_vl.engines.sglang.processors.items import items_of, sent_positions
 
 
 class SentImages(QwenVLImageProcessor):
-    """A processor that takes `SentImage`s in place of pictures: it resizes, copies and hashes
-    nothing, and makes an item of each image, with the positions that the trainer has."""
+    """A processor that takes `SentImage`s in place of pictures, and the trainer's positions."""
 
     models = QwenVLImageProcessor.models
 
@@ -39,25 +32,8 @@ class SentImages(QwenVLImageProcessor):
             input_text: its ids, placeholders expanded.
         """
         (entry,) = image_data
-        ids, items = list(input_text), []
-        images: list[SentImage] = entry["images"]
-        for image in images:
-            grid_key = "video_grid_thw" if image.is_clip else "image_grid_thw"
-            # A clip's temporal patches are grids of their own: SGLang's Qwen2.5-VL lets patches
-            # attend to the whole grid, transformers to their frame.
-            t, h, w = image.grid
-            item = MultimodalDataItem(
-                modality=Modality.VIDEO if image.is_clip else Modality.IMAGE,
-                offsets=image.runs,
-                feature=image.patches,
-                format=MultimodalInputFormat.PROCESSOR_OUTPUT,
-                model_specific_data={grid_key: torch.tensor([[1, h, w]] * t)},
-            )
-            item.set_identity(image.identity)
-            items.append(item)
-        # SGLang's own have no times of clips, and place the text after one differently.
-        positions = torch.from_numpy(entry["positions"])
-        delta = positions[:, -1:].max(dim=0, keepdim=True).values + 1 - len(ids)
+        ids, items = list(input_text), items_of(entry["images"])
+        positions, delta = sent_positions(entry, len(ids))
         return MultimodalProcessorOutput(
             input_ids=ids,
             padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(ids, items),
