@@ -62,6 +62,11 @@ class RowFacts(NamedTuple):
     tokens: int  # of the whole prompt; 0 without a model
     images: tuple[ImageFacts, ...]  # videos included, in the order of the prompt
 
+    @property
+    def n_images(self) -> int:
+        """The number of its images, videos not included."""
+        return sum(not image.frames for image in self.images)
+
 
 #: (split, rows) → the verdict of training on the rows, and the facts of those that are problems.
 Inspect = Callable[[str, Sequence[int]], tuple[FilterResult, list[RowFacts]]]

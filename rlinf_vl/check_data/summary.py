@@ -77,7 +77,7 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
     kinds = Counter(row.kind for row in result.bad.values())
     answers = Counter(row.answer for row in usable)
     # number of images → rows
-    rows_by_images = Counter(sum(not image.frames for image in row.images) for row in facts)
+    rows_by_images = Counter(row.n_images for row in facts)
     figures: dict[str, Any] = {
         "paths": list(split.paths),
         "rows": len(split.ids),
@@ -139,7 +139,7 @@ def _videos(facts: Sequence[RowFacts]) -> dict[str, Any]:
     """Return the figures of the videos of these rows; sizes are those of the sampled frames."""
     videos = [image for row in facts for image in row.images if image.frames]
     distinct = {video.hash: video for video in videos}.values()
-    rows_by_videos = Counter(sum(image.frames > 0 for image in row.images) for row in facts)
+    rows_by_videos = Counter(len(row.images) - row.n_images for row in facts)
     return {
         "in_all": len(videos),
         "distinct": len(distinct),

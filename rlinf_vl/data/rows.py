@@ -71,17 +71,16 @@ def row_to_problem(
         except ImageError as e:
             raise RowError(row_id, e.kind, f"column {place}: {e}") from e
 
-    row_refs = {
-        part_type: [
+    row_refs: dict[str, list[ImageRef]] = {}
+    for part_type, columns, values_of in (
+        ("image_url", form.image_keys, image_values),
+        ("video_url", form.video_keys or (), video_values),
+    ):
+        row_refs[part_type] = [
             ref_of(part_type, value, f"{column!r}, {_noun(part_type)} {i}")
             for column in columns
             for i, value in enumerate(values_of(row[column]))
         ]
-        for part_type, columns, values_of in (
-            ("image_url", form.image_keys, image_values),
-            ("video_url", form.video_keys or (), video_values),
-        )
-    }
     try:
         messages = _messages(row[form.prompt_key] if form.prompt_key else "", form)
         if form.messages_key is not None:

@@ -32,7 +32,7 @@ def test_videos_are_sampled_trained_on_and_shown(tmp_path: Path) -> None:
     assert len(steps) == 2
     for row in steps:
         # The engine and the trainer saw the same frames at the same times.
-        assert row["actor/rollout_train_abs_diff_max"] < 2e-5
+        assert row["actor/rollout_train_abs_diff_max"] < 5e-5
     table = pq.read_table(run.folder / "trajectories/step_1.parquet").to_pylist()
     assert len(table) == 4 * 8
     for row in table:
