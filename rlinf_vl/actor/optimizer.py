@@ -55,11 +55,12 @@ def make_scheduler(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """Make the schedule of the learning rate per optimizer step, of which `done` were taken before.
 
-    Linear warm-up, then `optim.lr_scheduler` down to `optim.min_lr_ratio` at step `total`. A second
-    scheduler of an optimizer starts from the first one's peak.
+    Linear warm-up, then `optim.lr_scheduler` down to `optim.min_lr_ratio` at step `total`, and at
+    most the line of `optim.lr_cooldown_steps` down to it. A second scheduler of an optimizer starts
+    from the first one's peak.
     """
 
-    def factor(step: int) -> float:
+    def scheduled(step: int) -> float:
         if step < optim.lr_warmup_steps:
             return (step + 1) / (optim.lr_warmup_steps + 1)
         progress = min(1.0, (step - optim.lr_warmup_steps) / max(1, total - optim.lr_warmup_steps))
@@ -70,6 +71,12 @@ def make_scheduler(
                 1 + math.cos(math.pi * progress)
             )
         return 1.0
+
+    def factor(step: int) -> float:
+        if not optim.lr_cooldown_steps:
+            return scheduled(step)
+        steps_left = (total - step) / optim.lr_cooldown_steps
+        return min(scheduled(step), optim.min_lr_ratio + (1 - optim.min_lr_ratio) * steps_left)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
 

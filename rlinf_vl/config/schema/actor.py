@@ -133,8 +133,11 @@ class OptimConfig:
     """Optimizer steps of linear warm-up."""
     lr_scheduler: str = key("constant", ("constant", "linear", "cosine"))
     """constant, linear or cosine (to min_lr_ratio, over the run's optimizer steps)."""
+    lr_cooldown_steps: int = key(0, NOT_NEGATIVE)
+    """Optimizer steps at the end of the run over which the learning rate falls linearly to
+    min_lr_ratio, where lr_scheduler has it higher. With constant: warm-up, plateau and decay."""
     min_lr_ratio: float = key(0.0, SHARE)
-    """Learning rate at the end of linear and cosine, as a share of lr."""
+    """Learning rate at the end of linear, cosine and lr_cooldown_steps, as a share of lr."""
     adam_beta1: float = key(0.9, DECAY)
     """AdamW's first-moment decay."""
     adam_beta2: float = key(0.999, DECAY)

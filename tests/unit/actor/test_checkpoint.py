@@ -104,7 +104,16 @@ def test_settings_that_have_changed_count_and_the_schedule_goes_on_from_its_step
     overrides = [f"actor.optim.{name}={value}" for name, value in changed.items()]
     trainer = started(mesh, toy_folder, *OPTIM, *overrides, step=3, folder=folder)
     assert equal(weights(trainer), at_save) and equal(moments(trainer), moments_then)
-    optim = OptimConfig(0.002, 8, "cosine", 0.5, 0.5, 0.75, 1e-4, 0.03)
+    optim = OptimConfig(
+        lr=0.002,
+        lr_warmup_steps=8,
+        lr_scheduler="cosine",
+        min_lr_ratio=0.5,
+        adam_beta1=0.5,
+        adam_beta2=0.75,
+        adam_eps=1e-4,
+        weight_decay=0.03,
+    )
     optimizer = make_optimizer(trainer.policy, optim)
     schedule = make_scheduler(optimizer, optim, total=2 * TOTAL)
     for taken in range(6, 2 * TOTAL, 2):  # two optimizer steps a step, three steps done
