@@ -52,7 +52,10 @@ from rlinf_vl.types import GroupSummary, Message, Problem
 logger = logging.getLogger(__name__)
 
 LEARNING_RATE = 2e-3
-WARMUP_STEPS = 30
+#: Steps over which the learning rate rises at the start, and over which it falls to 0 at the end.
+#: With a fall over the whole warm start, reinforcement learning is slower afterwards: 0.80 instead
+#: of 0.93 of the validation after 100 steps of the toy (seed 2), at equal losses.
+WARMUP_STEPS, COOLDOWN_STEPS = 30, 80
 #: Tokens of the longest demonstration, and of a micro-batch.
 SEQ_LENGTH, MICRO_BATCH_TOKENS = 1024, 4096
 
@@ -161,7 +164,7 @@ def recipe(toy: task.Toy, model_path: str, run_dir: str, steps: int, seed: int) 
             optim=OptimConfig(
                 lr=LEARNING_RATE,
                 lr_warmup_steps=WARMUP_STEPS,
-                lr_scheduler="linear",
+                lr_cooldown_steps=COOLDOWN_STEPS,
                 adam_beta2=0.98,
             ),
         ),

@@ -240,7 +240,8 @@ def test_same_seed_same_weights_another_seed_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("toy-qwen3_5", 0.91e6), ("toy-qwen3_vl_moe", 1.60e6)]
+    ("name", "parameters"),
+    [("toy-qwen3_5", 0.91e6), ("toy-qwen3_vl_moe", 1.60e6)],
 )
 def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Path) -> None:
     made_for = toy_of(name)
@@ -278,8 +279,9 @@ def test_warm_start_takes_the_steps_of_transformers(tmp_path: Path) -> None:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = warm_start.LEARNING_RATE * (step + 1) / (warm_start.WARMUP_STEPS + 1)
-        optimizer.param_groups[0]["lr"] = rate
+        rise = (step + 1) / (warm_start.WARMUP_STEPS + 1)
+        fall = (steps - step) / warm_start.COOLDOWN_STEPS
+        optimizer.param_groups[0]["lr"] = warm_start.LEARNING_RATE * min(rise, fall)
         optimizer.step()
         optimizer.zero_grad()
     made = Qwen3VLForConditionalGeneration.from_pretrained(trained)
