@@ -1,13 +1,14 @@
 """Supervised training on conversations with pictures: tokens a processor second, beside TRL's SFTTrainer on the same rows.
 
-    python benchmarks/sft.py [--shape small] [--batch 16] [--steps 3] [--budget 8192] [--peer-python PYTHON] [--json FILE]
+    python benchmarks/sft.py [--shape small] [--batch 16] [--steps 3] [--same-rows] [--peer-python PYTHON] [--json FILE]
 
 Each conversation is a drawn picture with a question and an answer of random letters, whose length is log-normal, cut to
 20 … 300. Both train the language model in float32 on the CPU with a frozen vision tower, and take whole steps: reading and
-decoding a row, its tokens and pixels, forward, backward, AdamW. Tokens are those of the conversations, images included and
-padding not. TRL is another process, which runs right after, so its ratio is of processor seconds: with one thread they do not
-depend on what else the machine does. --peer-python is an interpreter that has trl and torchvision;
-benchmarks/peers/trl_sft.py says which packages.
+decoding a row, its tokens and pixels, forward, backward, AdamW. With --same-rows every step has the rows of the first, as the
+second epoch and later ones have: features of a frozen tower are then in the cache (`actor.vision_cache_gb`). Tokens are those of
+the conversations, images included and padding not. TRL is another process, which runs right after, so its ratio is of processor
+seconds: with one thread they do not depend on what else the machine does. --peer-python is an interpreter that has trl and
+torchvision; benchmarks/peers/trl_sft.py says which packages.
 """
 
 import argparse
@@ -93,11 +94,12 @@ class OurSteps:
         self.prices = family.prices(self.trainer.policy.model.config, self.trainer.trains_vision)
         self.data_size = 1
         self.batch = args.batch
+        self.same_rows = args.same_rows
         self.tokens = self.loss_tokens = 0
 
     def __call__(self, number: int) -> float:
         """Train step `number` on its rows; returns the loss."""
-        first = number * self.batch
+        first = 0 if self.same_rows else number * self.batch
         rows = range(first, first + self.batch)
         groups = {k: self.rows.group("train", row, f"g{row}") for k, row in enumerate(rows)}
         summaries = [GroupSummary.of(g, self.rows.image_token_id) for g in groups.values()]
@@ -111,7 +113,8 @@ class OurSteps:
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, float | str]:
     write_model(folder / "model", args.shape)
-    rows = write_rows(folder, args.batch * (args.steps + 1))
+    n_batches = args.steps + 1
+    rows = write_rows(folder, args.batch * (1 if args.same_rows else n_batches))
     step, seconds, cpu_seconds, losses = OurSteps(folder, args), [], [], []
     for number in range(args.steps + 1):
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -123,6 +126,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float | str]:
         "shape": args.shape,
         "threads": torch.get_num_threads(),
         "batch": args.batch,
+        "same_rows": args.same_rows,
         "tokens": tokens,
         "loss_tokens": step.loss_tokens / (args.steps + 1),
         "loss": losses[0],
@@ -133,7 +137,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float | str]:
     if not args.peer_python:
         return figures
     settings = {
-        "rows": rows,
+        "rows": rows * n_batches if args.same_rows else rows,
         "batch": args.batch,
         "micro_batch": args.peer_micro_batch,
         "threads": torch.get_num_threads(),
@@ -165,6 +169,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="conversations in a step")
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed, after one")
     parser.add_argument("--budget", type=int, default=8192, help="tokens per micro-batch")
+    parser.add_argument(
+        "--same-rows", action="store_true", help="every step has the rows of the first"
+    )
     parser.add_argument(
         "--peer-micro-batch", type=int, default=4, help="conversations in a device batch of TRL"
     )

@@ -242,8 +242,11 @@ class WarmStartBar:
     """A progress bar with the loss, in the place of a run's progress."""
 
     def __init__(self, toy: str, show: bool) -> None:
-        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[loss]}"))
-        self._bar = Progress(*columns, disable=not show)
+        self._bar = Progress(
+            *Progress.get_default_columns(),
+            TextColumn("{task.fields[loss]}"),
+            disable=not show,
+        )
         self._row = self._bar.add_task(f"{toy} warm start", loss="")
 
     def __enter__(self) -> "WarmStartBar":
