@@ -34,18 +34,19 @@ A model without a file is computed by transformers' modules, with the packed row
 context parallel, exports and the torch engine of all others. Nothing is named: transformers says which modules are its
 vision tower and its text model (where it can't, `actor.model.vlm` [does](extending-engines.md#a-model-family)). It takes
 
-- text models whose layers attend through transformers' attention interface (Llama, Qwen2, Qwen3, GLM, Gemma 3), to every earlier
-  token or to those within a sliding window, with positions that are counted or M-RoPE's. The tokens of an image may see each
-  other, as in Gemma 3;
+- text models whose layers attend through transformers' attention interface (Llama, Qwen2, Qwen3, GLM, EXAONE, Gemma 3), to
+  every earlier token or to those within a sliding window, with positions that are counted or M-RoPE's. The tokens of an image
+  may see each other, as in Gemma 3;
 - images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA, InternVL, SmolVLM and Gemma 3
   have them. Tiles and the tokens around and between them are those of the checkpoint's own processor, and `data.image_min_pixels`
   and `…max_pixels` stay unset.
 
 The rest is **refused** at the start, with what is missing: scaled logits (Cohere2), prompts whose tokens attend to later ones
-(PaliGemma), images whose padding or order of rows the model must know (LLaVA-NeXT, LLaVA-OneVision, Mistral 3), cross
-attention (Llama 3.2 Vision). It runs on both engines: SGLang computes by the same modules of transformers over its own cache of
-keys and values ([`RlinfVlGeneral`](../rlinf_vl/engines/sglang/models/general.py)), on one GPU an engine
-(`rollout.tensor_parallel_size: 1`); Gemma 3 runs on the torch engine. Dropout, which some towers have, is off.
+(PaliGemma), experts of image tokens (ERNIE 4.5), images whose padding or order of rows the model must know (LLaVA-NeXT,
+LLaVA-OneVision, Mistral 3), cross attention (Llama 3.2 Vision). It runs on both engines: SGLang computes by the same modules
+of transformers over its own cache of keys and values ([`RlinfVlGeneral`](../rlinf_vl/engines/sglang/models/general.py)), on
+one GPU an engine (`rollout.tensor_parallel_size: 1`); models with sliding windows, and Gemma 3, run on the torch engine.
+Dropout, which some towers have, is off.
 
 Each row is a certificate of `rlinf-vl prove-family` on two cores, with figures as in the [table below](#what-is-compared). A
 run of a model type without one begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.

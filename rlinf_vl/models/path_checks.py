@@ -71,6 +71,12 @@ def check_text(text: Any, layers: int, path: str, has_mrope: bool) -> None:
             f"{KEYS[1]}: tokens of {path} attend to all later ones (use_bidirectional_attention), "
             "which is not supported"
         )
+    inputs = inspect.signature(text.forward).parameters
+    if token_types := [name for name in inputs if name.endswith("token_type_ids")]:
+        raise ValueError(
+            f"{KEYS[1]}: {path} ({type(text).__name__}) computes image tokens by weights of their "
+            f"own ({token_types[0]}), which is not supported"
+        )
     context, old_implementation = _RecordingContext(), text.config._attn_implementation
     try:
         text.config._attn_implementation = "context"

@@ -40,6 +40,7 @@ TEXT_SIZES = {
 VISION_SIZES = {
     "num_heads": 2,
     "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "intermediate_size": 64,
     "depth": 3,
     "num_hidden_layers": 3,
@@ -201,10 +202,12 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     _renumber(sizes, {})
     text = sizes["text_config"] if isinstance(sizes.get("text_config"), dict) else sizes
     vision = sizes.get("vision_config")
-    if sizes.get("mm_tokens_per_image"):
-        sizes["mm_tokens_per_image"] = TILE_PATCHES**2
     deepstack = len((vision or {}).get("deepstack_visual_indexes") or ())
     _shrink_text(text, config.get_text_config(), max(MIN_LAYERS, deepstack))
+    if sizes.get("initializer_range"):  # of the output embedding and of projectors
+        sizes["initializer_range"] = text["initializer_range"]
+    if sizes.get("mm_tokens_per_image"):
+        sizes["mm_tokens_per_image"] = TILE_PATCHES**2
     if isinstance(vision, dict):
         _shrink_vision(vision, text["hidden_size"])
         # Several layers whose features are read, from the last on.
@@ -229,7 +232,9 @@ def _shrink_text(text: dict[str, Any], config: Any, min_layers: int) -> None:
         "num_attention_heads": heads,
         "hidden_size": HIDDEN if head_dim else heads * own_size,
     }
-    text |= {key: size for key, size in TEXT_SIZES.items() if text.get(key) is not None}
+    for key, size in TEXT_SIZES.items():
+        if (old_size := text.get(key)) is not None:
+            text[key] = [size] * len(old_size) if isinstance(old_size, (list, tuple)) else size
     if text.get("sliding_window"):
         text["sliding_window"] = WINDOW
     # Hidden states keep their size from layer to layer, so that what an early layer does shows.
@@ -238,13 +243,16 @@ def _shrink_text(text: dict[str, Any], config: Any, min_layers: int) -> None:
     text["num_hidden_layers"] = len(kinds)
     if text.get("layer_types"):
         text["layer_types"] = [attention for attention, _ in kinds]
+    if text.get("mlp_layer_types"):
+        text["mlp_layer_types"] = [mlp for _, mlp in kinds]
     if text.get("mlp_only_layers") is not None:
         dense = [i for i, (_, is_mixture) in enumerate(kinds) if not is_mixture]
         text |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
 
-def _layer_kinds(config: Any, min_layers: int) -> list[tuple[str, bool]]:
-    """Return (attention, whether it is a mixture) of the member's layers, `min_layers` at least.
+def _layer_kinds(config: Any, min_layers: int) -> list[tuple[str, bool | str]]:
+    """Return (attention, whether it is a mixture, or the kind of its MLP) of the member's layers.
+
 
     It has each kind once, and its first kind in the layers that are missing.
     """
@@ -254,10 +262,10 @@ def _layer_kinds(config: Any, min_layers: int) -> list[tuple[str, bool]]:
     dense = getattr(config, "mlp_only_layers", None) or ()
     step = getattr(config, "decoder_sparse_step", 1) or 1
     has_mixtures = bool(getattr(config, "num_experts", 0))
-    kinds = [
-        (kind, has_mixtures and i not in dense and (i + 1) % step == 0)
-        for i, kind in enumerate(attention)
+    mlps = getattr(config, "mlp_layer_types", None) or [
+        has_mixtures and i not in dense and (i + 1) % step == 0 for i in range(len(attention))
     ]
+    kinds = list(zip(attention, mlps, strict=False))
     distinct = list(dict.fromkeys(kinds))
     return distinct + distinct[:1] * (min_layers - len(distinct))
 

@@ -177,12 +177,14 @@ class PrefillAttention:
         if window is None or window >= (cached + new).max():
             return self._layouts[None]
         if window not in self._layouts:
-            seen = np.minimum(cached, window - 1)
+            visible = np.minimum(cached, window - 1)
             # Of each sequence the end of its cached tokens, then its new tokens.
-            starts = np.stack([np.cumsum(cached) - seen, self._n_cached + self._bounds[:-1]], 1)
-            keys = token_index(starts.ravel(), np.stack([seen, new], 1).ravel(), self.tokens.device)
+            starts = np.stack([np.cumsum(cached) - visible, self._n_cached + self._bounds[:-1]], 1)
+            keys = token_index(
+                starts.ravel(), np.stack([visible, new], 1).ravel(), self.tokens.device
+            )
             kernel = self._kernel(
-                self._bounds, np.cumsum([0, *(seen + new)]), True, self.tokens.device, window
+                self._bounds, np.cumsum([0, *(visible + new)]), True, self.tokens.device, window
             )
             self._layouts[window] = Layout(keys, kernel, self._image_part)
         return self._layouts[window]

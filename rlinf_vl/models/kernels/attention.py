@@ -151,11 +151,11 @@ class Matmul:
         """Return the scaled scores [K, R, L, U], -inf for keys that a query does not see."""
         scores = torch.einsum("krld,kud->krlu", q_KRLD, k_KUD) * scale
         if self.causal:
-            before = scores.shape[3] - scores.shape[2]  # keys before that of the first query
+            keys_before = scores.shape[3] - scores.shape[2]  # before that of the first query
             every = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
-            hidden = every.triu(1 + before)
+            hidden = every.triu(1 + keys_before)
             if self.window is not None:
-                hidden |= every.tril(before - self.window)
+                hidden |= every.tril(keys_before - self.window)
             scores = scores.masked_fill(hidden, -torch.inf)
         return scores
 

@@ -37,13 +37,13 @@ class _Spans:
         # Queries of the sequence before the run.
         begin = (np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk
         end = np.minimum(begin + chunk, self.queries[sequence])
-        before = (self.keys - self.queries)[sequence]
-        first_key = np.maximum(before + begin - window + 1, 0)
+        keys_before = (self.keys - self.queries)[sequence]
+        first_key = np.maximum(keys_before + begin - window + 1, 0)
         return _Spans(
             self.first_query[sequence] + begin,
             end - begin,
             self.first_key[sequence] + first_key,
-            before + end - first_key,
+            keys_before + end - first_key,
         )
 
 

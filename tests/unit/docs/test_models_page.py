@@ -21,6 +21,7 @@ REFUSED = {
         "paligemma",
         "tokens of model.language_model attend to all later ones",
     ),
+    "ERNIE 4.5": ("ernie4_5_vl_moe", "computes image tokens by weights of their own"),
     "LLaVA-NeXT": (
         "llava_next",
         "encodes images by pixel_values, image_sizes; only patches with their",
