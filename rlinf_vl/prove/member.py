@@ -253,7 +253,6 @@ def _shrink_text(text: dict[str, Any], config: Any, min_layers: int) -> None:
 def _layer_kinds(config: Any, min_layers: int) -> list[tuple[str, bool | str]]:
     """Return (attention, whether it is a mixture, or the kind of its MLP) of the member's layers.
 
-
     It has each kind once, and its first kind in the layers that are missing.
     """
     attention = (
