@@ -142,7 +142,9 @@ def _put_refs(
     Raises:
         RowError: there are more or fewer placeholders than images or videos, or `ref_of` raises it.
     """
-    parts = [part for message in messages for part in message["content"] if part["type"] != "text"]
+    parts: list[dict[str, Any]] = []
+    for message in messages:
+        parts += [part for part in message["content"] if part["type"] != "text"]
     if not parts:
         # A prompt without placeholders shows the images and videos of the row first.
         first = next(message for message in messages if message["role"] == "user")
