@@ -202,7 +202,7 @@ class DemonstrationReader:
             for name in rows:
                 problem = as_problem(name, self._demonstrate(self._rng))
                 group = imitated_group(self._renderer, problem, name)
-                summary = GroupSummary.of(group, self._processor.image_token_id)
+                summary = GroupSummary.of(group, self._processor.placeholder_ids)
                 results.append((summary, group))
             return results
 
