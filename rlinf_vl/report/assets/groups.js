@@ -97,7 +97,7 @@ function questionOf(item) {
   const question = asked.filter((part) => typeof part === "string").join("\n").trim();
   if (question) return question;
   return (item.text("prompt") ?? "").replace(/<\|im_start\|>(?:system|user)\n?|<\|im_end\|>\n?(?:<\|im_start\|>assistant\n?)?/g, "\n")
-    .replace(/(?:<\|[\w-]{1,40}\|>|<image>)+/g, "").trim() || "–";
+    .replace(/(?:<\|[\w-]{1,40}\|>|<image>|<video>)+/g, "").trim() || "–";
 }
 
 /** What an answer comes to: its last box, or its end. */
