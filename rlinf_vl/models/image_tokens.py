@@ -55,6 +55,10 @@ class ImageTokens:
         """The ids of placeholders."""
         return (self.id,) if self.video_id < 0 else (self.id, self.video_id)
 
+    def placeholder_of(self, image: ImageRef) -> int:
+        """Return the id of the placeholders of a picture or a clip."""
+        return self.video_id if is_clip(image) else self.id
+
     def mask(self, ids: np.ndarray) -> np.ndarray:
         """Return bool [T], True at the placeholders among ids [T]."""
         is_placeholder = ids == self.id

@@ -51,7 +51,7 @@ def expand_images(
     for image in images:
         runs = processor.image_ids(image)
         image_ids += runs
-        placeholder_ids += [tokens.video_id if is_clip(image) else tokens.id] * len(runs)
+        placeholder_ids += [tokens.placeholder_of(image)] * len(runs)
     if rendered[tokens.mask(rendered)].tolist() != placeholder_ids:
         n_images, n_clips = len(images), sum(map(is_clip, images))
         n_placeholders = int((rendered == tokens.id).sum())

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_vl.data.clips import is_clip
 from rlinf_vl.engines.sglang import masked
 from rlinf_vl.engines.sglang.pixels import MappedPatches
 from rlinf_vl.models.image_tokens import ImageTokens
@@ -83,9 +82,7 @@ def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[Runs]:
         f"{' or '.join(map(str, image_tokens.placeholder_ids))})"
     )
     grids = request.image_grids.tolist()
-    placeholder_ids = [
-        image_tokens.video_id if is_clip(image) else image_tokens.id for image in request.images
-    ]
+    placeholder_ids = list(map(image_tokens.placeholder_of, request.images))
     n_runs = sum(map(image_tokens.runs, grids, placeholder_ids))
     if n_runs != len(runs) and not image_tokens.marks:
         raise ValueError(f"{wrong_number}, not {n_runs}")
@@ -135,7 +132,11 @@ def _are_runs_of(
 
 
 def sent_images(
-    request: Request, runs: Sequence[Runs], patches: Sequence[MappedPatches], tower: int
+    request: Request,
+    runs: Sequence[Runs],
+    patches: Sequence[MappedPatches],
+    video_id: int,
+    tower: int,
 ) -> list[SentImage]:
     """Return the images of a request in SGLang's form.
 
@@ -143,6 +144,7 @@ def sent_images(
         request: the request.
         runs: its `placeholder_runs`.
         patches: pixels of its images.
+        video_id: the id of a clip's placeholders.
         tower: version number of the vision tower's weights.
     """
     return [
@@ -150,7 +152,7 @@ def sent_images(
             image_patches,
             tuple(grid),
             image_runs,
-            is_clip(image),
+            bool(request.ids[image_runs[0][0]] == video_id),
             _identity(f"{image.hash} {tower}"),
         )
         for image, grid, image_runs, image_patches in zip(

@@ -273,7 +273,9 @@ class Requests:
         # No await from here to the message, so `park` can't run before the message is counted.
         ids = np.concatenate([request.ids, sampled])
         parks_before = self._parks
-        images = messages.sent_images(request, runs, patches, self.towers)
+        images = messages.sent_images(
+            request, runs, patches, self.image_tokens.video_id, self.towers
+        )
         message = GenerateReqInput(
             input_ids=ids.tolist(),
             # One entry, because SGLang takes several for a batch where n > 1.

@@ -56,8 +56,8 @@ def test_the_runs_of_a_clip_are_found_and_those_of_a_picture_are_none(timestampe
     tokens = ImageTokens(PAD, 2, video_id=VIDEO, timestamped=timestamped, frames_per_patch=2)
     shown = Request(np.array(ids, np.int32), (CLIP,), np.array([[2, 2, 4]]), SamplingParams(), (0,))
     assert messages.placeholder_runs(shown, tokens) == runs
-    (sent,) = messages.sent_images(shown, runs, [MappedPatches("", 0, (16, 3))], tower=0)
-    assert sent.is_clip and sent.runs == runs[0]
+    (sent,) = messages.sent_images(shown, runs, [MappedPatches("", 0, (16, 3))], VIDEO, tower=0)
+    assert sent.runs == runs[0]
     pictures = replace(shown, ids=np.where(shown.ids == VIDEO, PAD, shown.ids))
     with pytest.raises(
         ValueError, match="image 0 .* takes . placeholders, of id 8, but the run at 1"
@@ -104,7 +104,7 @@ def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another()
     )
     places = [MappedPatches("", 0, (4, 3))] * 3
     runs = messages.placeholder_runs(images, ImageTokens(PAD, 2))
-    first, second, again = messages.sent_images(images, runs, places, tower=0)
+    first, second, again = messages.sent_images(images, runs, places, VIDEO, tower=0)
     assert first.identity == again.identity != second.identity and len(first.identity) == 32
     assert [i.runs for i in (first, second, again)] == [
         [(0, 0)],
@@ -115,9 +115,9 @@ def test_one_image_has_one_identity_wherever_it_stands_and_another_has_another()
         2,
         2,
     )
-    assert messages.sent_images(images, runs, places, tower=1)[0].identity != first.identity, (
-        "or it is found encoded"
-    )
+    assert (
+        messages.sent_images(images, runs, places, VIDEO, tower=1)[0].identity != first.identity
+    ), "or it is found encoded"
 
 
 def test_an_image_with_marks_between_its_tiles_is_sent_with_its_runs():
@@ -128,7 +128,7 @@ def test_an_image_with_marks_between_its_tiles_is_sent_with_its_runs():
     runs = messages.placeholder_runs(tiles, tokens)
     assert runs == [[(1, 2), (4, 7)], [(10, 11)]]
     places = [MappedPatches("", 0, (3, 12)), MappedPatches("", 4096, (1, 12))]
-    sent = messages.sent_images(tiles, runs, places, tower=0)
+    sent = messages.sent_images(tiles, runs, places, VIDEO, tower=0)
     assert [image.runs for image in sent] == runs
     assert [image.grid for image in sent] == [(3, 1, 1), (1, 1, 1)]
 
