@@ -160,6 +160,8 @@ def load_policy(
         processor_options = {
             "min_pixels": config.data.image_min_pixels,
             "max_pixels": config.data.image_max_pixels,
+            "video_min_pixels": config.data.video.min_pixels,
+            "video_max_pixels": config.data.video.max_pixels,
             "trust_remote_code": config.rollout.model.trust_remote_code,
         }
         template_options = {

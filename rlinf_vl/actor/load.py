@@ -81,6 +81,8 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
         family,
         min_pixels=config.data.image_min_pixels,
         max_pixels=config.data.image_max_pixels,
+        video_min_pixels=config.data.video.min_pixels,
+        video_max_pixels=config.data.video.max_pixels,
         trust_remote_code=rollout.trust_remote_code,
     )
 

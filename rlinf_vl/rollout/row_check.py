@@ -36,6 +36,8 @@ def processor_of(config: Config, model_path: str) -> Processor:
         ),
         min_pixels=config.data.image_min_pixels,
         max_pixels=config.data.image_max_pixels,
+        video_min_pixels=config.data.video.min_pixels,
+        video_max_pixels=config.data.video.max_pixels,
         trust_remote_code=model.trust_remote_code,
     )
 
