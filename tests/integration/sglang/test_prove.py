@@ -5,12 +5,16 @@ Each engine takes half a minute to start.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from sglang_toy import Toy, engine_of
+from tiny_tiles import write_internvl
 from transformers import AutoConfig
 
 from rlinf_vl.models.certificates import certificates, proven_wrong
-from rlinf_vl.models.families import family_at
+from rlinf_vl.models.encoders import squares
+from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.image_tokens import mrope_positions
 from rlinf_vl.prove.certificate import outcomes_of
 from rlinf_vl.prove.member import member_of
@@ -70,6 +74,33 @@ def without_gates(name: str, weight: torch.Tensor):
 def constant(text: str) -> bytes:
     """The identity of an image without the tower's version, which ends the text."""
     return text.rpartition(" ")[0].encode()[:32].ljust(32)
+
+
+@pytest.mark.parametrize("name", ["internvl"])
+def test_a_checkpoint_with_files_of_its_own_runs(name, tmp_path):
+    """Its tokenizer, template and processor, loaded by SGLang as well; one picture of one tile, one of several."""
+    folder = write_internvl(tmp_path / name)
+    toy = Toy(folder, family_of("auto", folder), make=lambda path: None)
+    rng = np.random.default_rng(0)
+    pictures = toy.image(rng, (47, 50)), toy.image(rng, (60, 170))
+    engine = engine_of(toy, context_length=256)
+    try:
+        requests = [toy.request(pictures, 3), toy.request((), 2)]
+        completions = engine.generate(requests)
+    finally:
+        engine.close()
+    for request, completion in zip(requests, completions, strict=True):
+        for sample in completion.samples:
+            ids = torch.from_numpy(np.concatenate([request.ids, sample.ids]).astype(np.int64))
+            pixels = [torch.from_numpy(toy.pixels(image)) for image in request.images]
+            inputs = {"pixel_values": squares(torch.cat(pixels))} if pixels else {}
+            with torch.no_grad():
+                logits = toy.model(input_ids=ids[None], **inputs).logits[0].float()
+            logits[:, torch.from_numpy(toy.banned)] = -torch.inf
+            rows = len(request.ids) - 1 + torch.arange(len(sample.ids))
+            sampled = torch.from_numpy(sample.ids.astype(np.int64))
+            expected = logits[rows].log_softmax(-1)[torch.arange(len(sampled)), sampled]
+            np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-5)
 
 
 def test_certificates_name_sglang():
