@@ -1,13 +1,24 @@
 """Protocols of the parts that the loop drives, as far as it uses them: the rollout pool, the weight
 sync and the learner. Tests of the loop put fakes in their place."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from rlinf_vl.actor.batch_types import RankMiniBatch, TurnKl
 from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.types import GroupSummary, Prices, Reference
+
+
+class StepProgress(Protocol):
+    """The display of a run's progress: `RunProgress`."""
+
+    def begin(self, total_steps: int, start_step: int = 0) -> None: ...
+    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None: ...
+    def update(
+        self, step: int, metrics: Mapping[str, float], alarms: Iterable[str] = ()
+    ) -> None: ...
+    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 class GroupStores(Protocol):

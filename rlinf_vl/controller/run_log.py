@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.protocols import StepProgress
 from rlinf_vl.controller.recorder import Recorder, Writer
 from rlinf_vl.observe.alarms import Alarms
 from rlinf_vl.observe.lines import EventLog, StepLines
-from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
 from rlinf_vl.runtime.files import read_lines
@@ -36,7 +36,7 @@ class RunLog:
         config: Config,
         run_dir: Path,
         start_writer: Callable[[], Writer],
-        progress: RunProgress,
+        progress: StepProgress,
     ) -> None:
         #: The step of the events from now on: the one that is being trained.
         self.step = 0

@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,11 @@ from rlinf_vl.config.schema import (
 from rlinf_vl.config.schema.rollout import RolloutModelConfig
 from rlinf_vl.config.schema.runner import LoggerConfig, TrajectoriesConfig
 from rlinf_vl.controller.dataset_plan import DatasetPlan
-from rlinf_vl.controller.imitate import imitate
+from rlinf_vl.controller.imitate import Groups, imitate
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.local.learner import LocalLearner
-from rlinf_vl.local.row_reader import Read
 from rlinf_vl.local.supervise import settled_process
 from rlinf_vl.rollout.demonstrations import imitated_group
 from rlinf_vl.rollout.observation import observe
@@ -51,10 +50,10 @@ from rlinf_vl.types import GroupSummary, Message, Problem
 
 logger = logging.getLogger(__name__)
 
-LEARNING_RATE = 2e-3
+LEARNING_RATE, WEIGHT_DECAY = 2e-3, 0.01
 #: Steps over which the learning rate rises at the start, and over which it falls to 0 at the end.
-#: With a fall over the whole warm start, reinforcement learning is slower afterwards: 0.80 instead
-#: of 0.93 of the validation after 100 steps of the toy (seed 2), at equal losses.
+#: With a fall over the whole warm start, the loss on held-out demonstrations is 0.133 instead of
+#: 0.127 (means over seeds).
 WARMUP_STEPS, COOLDOWN_STEPS = 30, 80
 #: Tokens of the longest demonstration, and of a micro-batch.
 SEQ_LENGTH, MICRO_BATCH_TOKENS = 1024, 4096
@@ -166,6 +165,7 @@ def recipe(toy: task.Toy, model_path: str, run_dir: str, steps: int, seed: int) 
                 lr_warmup_steps=WARMUP_STEPS,
                 lr_cooldown_steps=COOLDOWN_STEPS,
                 adam_beta2=0.98,
+                weight_decay=WEIGHT_DECAY,
             ),
         ),
     )
@@ -194,21 +194,21 @@ class DemonstrationReader:
         self._renderer = renderer_of(config, self._processor)
         self._thread = ThreadPoolExecutor(1)
 
-    def begin(self, split: str, rows: Mapping[str, int]) -> Future[list[Read]]:
+    def begin(self, split: str, rows: Mapping[str, int]) -> Future[Groups]:
         """Begin to draw as many conversations, by name of the group that each becomes."""
 
-        def read() -> list[Read]:
-            results: list[Read] = []
+        def read() -> Groups:
+            groups: Groups = []
             for name in rows:
                 problem = as_problem(name, self._demonstrate(self._rng))
                 group = imitated_group(self._renderer, problem, name)
                 summary = GroupSummary.of(group, self._processor.placeholder_ids)
-                results.append((summary, group))
-            return results
+                groups.append((summary, group))
+            return groups
 
         return self._thread.submit(read)
 
-    def result(self, pending: Future[list[Read]]) -> list[Read]:
+    def result(self, pending: Future[Groups]) -> Groups:
         """Wait for what was begun; returns the groups in the order of the names."""
         return pending.result()
 
@@ -259,7 +259,7 @@ class WarmStartBar:
     def begin(self, total_steps: int, start_step: int = 0) -> None:
         self._bar.update(self._row, total=total_steps, completed=start_step)
 
-    def update(self, step: int, metrics: Mapping[str, float], alarms: Sequence[str] = ()) -> None:
+    def update(self, step: int, metrics: Mapping[str, float], alarms: Iterable[str] = ()) -> None:
         self._bar.update(self._row, completed=step, loss=f"loss {metrics['actor/loss']:.3f}")
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:

@@ -270,9 +270,13 @@ def test_warm_start_takes_the_steps_of_transformers(tmp_path: Path) -> None:
     model = Qwen3VLForConditionalGeneration.from_pretrained(random)
     tokenizer = AutoTokenizer.from_pretrained(random)
     processor = Qwen2VLImageProcessorPil.from_pretrained(random)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=warm_start.LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0
-    )
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": warm_start.WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     rng, loss = np.random.default_rng([seed, steps]), torch.zeros(())
     for step in range(steps):
         batch = demonstration_batch(task.TOY, tokenizer, processor, task.TOY.batch_size, rng)
@@ -281,7 +285,8 @@ def test_warm_start_takes_the_steps_of_transformers(tmp_path: Path) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rise = (step + 1) / (warm_start.WARMUP_STEPS + 1)
         fall = (steps - step) / warm_start.COOLDOWN_STEPS
-        optimizer.param_groups[0]["lr"] = warm_start.LEARNING_RATE * min(rise, fall)
+        for group in optimizer.param_groups:
+            group["lr"] = warm_start.LEARNING_RATE * min(rise, fall)
         optimizer.step()
         optimizer.zero_grad()
     made = Qwen3VLForConditionalGeneration.from_pretrained(trained)
