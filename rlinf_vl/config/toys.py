@@ -48,6 +48,9 @@ TOYS = {
     "toy-qwen3_5": ToyEntry(
         "rlinf_vl.toy.drawings:QWEN3_5", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_5"
     ),
+    "toy-internvl": ToyEntry(
+        "rlinf_vl.toy.drawings:INTERNVL", _QUESTION_COLUMNS, _QUESTION_ROWS, "internvl"
+    ),
     "toy-qwen3_vl_moe": ToyEntry(
         "rlinf_vl.toy.drawings:MOE", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_vl_moe"
     ),

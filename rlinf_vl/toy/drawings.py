@@ -246,3 +246,10 @@ MOE = replace(
         summary, "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters"
     ),
 )
+INTERNVL = replace(
+    TOY,
+    model_type="internvl",
+    summary=partial(
+        summary, "InternVL (tiles, and positions that are counted) of 0.6 million parameters"
+    ),
+)

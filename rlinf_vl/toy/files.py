@@ -50,7 +50,7 @@ CHAT_TEMPLATE = """\
 <|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
 {%- if part.type in ['image', 'image_url'] or 'image' in part or 'image_url' in part -%}
-<|vision_start|><|image_pad|><|vision_end|>
+IMAGE
 {%- elif part.type == 'video' or 'video' in part -%}
 <|vision_start|><|video_pad|><|vision_end|>
 {%- elif 'text' in part -%}
@@ -83,16 +83,28 @@ def toy_vocabulary(words: Iterable[str] = ()) -> tuple[dict[str, int], list[tupl
     return vocabulary, merges
 
 
-def special_ids(words: Iterable[str] = ()) -> dict[str, int]:
-    """Return the id of each special token, in the vocabulary with these words."""
+def special_ids(words: Iterable[str] = (), marks: Iterable[str] = ()) -> dict[str, int]:
+    """Return the id of each special token, `marks` behind `SPECIAL_TOKENS`, in the vocabulary with
+    these words."""
     first = len(toy_vocabulary(words)[0])
-    return {token: first + index for index, token in enumerate(SPECIAL_TOKENS)}
+    return {token: first + index for index, token in enumerate((*SPECIAL_TOKENS, *marks))}
 
 
-def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
-    """Write the tokenizer with its chat template, and generation, image and video settings."""
+def write_tokenizer(
+    folder: Path,
+    words: Iterable[str] = (),
+    *,
+    marks: Iterable[str] = (),
+    image: str = "<|vision_start|><|image_pad|><|vision_end|>",
+) -> None:
+    """Write the tokenizer with its chat template, and the generation settings.
+
+    Args:
+        words, marks: as in `special_ids`.
+        image: the chat template's text of an image.
+    """
     vocabulary, merges = toy_vocabulary(words)
-    ids = special_ids(words)
+    ids = special_ids(words, marks)
     make: Any = Qwen2Tokenizer  # its annotations only allow file names
     tokenizer = make(
         vocabulary | ids,
@@ -100,8 +112,8 @@ def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
         unk_token=None,
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
-        additional_special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[AddedToken(token, special=True) for token in ids],
+        chat_template=CHAT_TEMPLATE.replace("IMAGE", image),
         model_max_length=4096,
     )
     tokenizer.save_pretrained(folder)
@@ -113,6 +125,12 @@ def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
         top_k=0,
         top_p=1.0,
     ).save_pretrained(folder)
+
+
+def write_toy_files(folder: Path, words: Iterable[str] = ()) -> None:
+    """Write the tokenizer with its chat template, and generation, image and video settings, as a
+    Qwen3-VL has them."""
+    write_tokenizer(folder, words)
     pixels = dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True) | {
         "image_mean": [0.9] * 3,
         "image_std": [0.2] * 3,

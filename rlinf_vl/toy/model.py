@@ -17,9 +17,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.families import family_at
 from rlinf_vl.models.loading import save_model
-from rlinf_vl.toy import files
+from rlinf_vl.toy import files, internvl
 from rlinf_vl.toy.task import Toy
 
 #: Patches along a side of the picture for which the vision tower learns positions; those of other
@@ -27,6 +27,8 @@ from rlinf_vl.toy.task import Toy
 GRID = 6
 TEXT_INIT_STD = 0.05
 VISION_INIT_STD = 0.08
+#: Modules whose weights are drawn as those of their part.
+MATRICES = nn.Linear | nn.Embedding | nn.Conv2d | nn.Conv3d
 #: model_type → settings of its toy's text model and of its vision tower, beyond those of
 #: `toy_config`.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -61,56 +63,60 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+#: Modules that write the files and make the configs of models of another form than Qwen's.
+FORMS = {"internvl": internvl}
+
+
+def write_files(toy: Toy, folder: Path) -> None:
+    """Write the files of a toy's checkpoint besides its weights and config."""
+    write = FORMS[toy.model_type].write_files if toy.model_type in FORMS else files.write_toy_files
+    write(folder, toy.words)
+
+
 def toy_config(toy: Toy) -> Any:
     """Return the config of transformers for a toy's model.
 
     The text model is 128 wide; the vision tower is 64 wide with 3 layers. An image token stands for
     16×16 pixels.
     """
-    ids = files.special_ids(toy.words)
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [6, 5, 5],
-        "mrope_interleaved": True,
+    form = FORMS.get(toy.model_type)
+    ids = files.special_ids(toy.words, form.MARKS.values() if form else ())
+    text = {
+        # The vocabulary is padded to a multiple of 8.
+        "vocab_size": -(-(max(ids.values()) + 1) // 8) * 8,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "pad_token_id": ids[files.PAD_TOKEN],
+        "bos_token_id": None,
+        "eos_token_id": ids[files.EOS_TOKEN],
+        "initializer_range": TEXT_INIT_STD,
     }
-    # The vocabulary is padded to a multiple of 8.
-    text = (
-        {
-            "vocab_size": -(-(max(ids.values()) + 1) // 8) * 8,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-        }
-        | {
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-        }
-        | {"max_position_embeddings": 4096, "rope_parameters": rope, "tie_word_embeddings": True}
-        | {
-            "pad_token_id": ids[files.PAD_TOKEN],
-            "bos_token_id": None,
-            "eos_token_id": ids[files.EOS_TOKEN],
-        }
-        | {"initializer_range": TEXT_INIT_STD}
-    )
-    vision = (
-        {
-            "depth": 3,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "out_hidden_size": 128,
-        }
-        | {"patch_size": files.PATCH_SIZE, "spatial_merge_size": files.MERGE_SIZE}
-        | {"temporal_patch_size": files.TEMPORAL_PATCH_SIZE, "num_position_embeddings": GRID**2}
-        | {"initializer_range": VISION_INIT_STD}
-    )
+    vision = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": VISION_INIT_STD}
+    layers, heads = 3, 2
+    if form:
+        vision |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+        return form.config(text, vision, ids)
+    rope = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    vision |= {
+        "depth": layers,
+        "num_heads": heads,
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": files.PATCH_SIZE,
+        "spatial_merge_size": files.MERGE_SIZE,
+        "temporal_patch_size": files.TEMPORAL_PATCH_SIZE,
+        "num_position_embeddings": GRID**2,
+    }
     family_text, family_vision = MODELS[toy.model_type]
     return AutoConfig.for_model(
         toy.model_type,
-        text_config=text | family_text,
+        text_config=text | {"rope_parameters": text["rope_parameters"] | rope} | family_text,
         vision_config=vision | family_vision,
         tie_word_embeddings=True,
         image_token_id=ids["<|image_pad|>"],
@@ -126,12 +132,13 @@ def new_toy_model(toy: Toy, seed: int) -> PreTrainedModel:
     Matrices and embeddings are normal, biases 0, norms 1, and the decays of gated delta nets slow.
     """
     model = AutoModelForImageTextToText.from_config(toy_config(toy)).float()
+    tower = set(model.get_encoder(modality="image").modules())
     generator = torch.Generator().manual_seed(seed)
     initialized = set()
     for name, module in model.named_modules():
         # The head is tied to the embeddings: drawing it, too, would draw those twice.
-        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv3d) and name != "lm_head":
-            std = VISION_INIT_STD if ".visual." in name else TEXT_INIT_STD
+        if isinstance(module, MATRICES) and name != "lm_head":
+            std = VISION_INIT_STD if module in tower else TEXT_INIT_STD
             nn.init.normal_(module.weight, std=std, generator=generator)
             initialized.add(module.weight)
             if (bias := getattr(module, "bias", None)) is not None:
@@ -152,7 +159,7 @@ def write_untrained(toy: Toy, folder: Path, seed: int) -> PreTrainedModel:
     It has weights, config, tokenizer and image settings. Returns the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_toy_files(folder, toy.words)
+    write_files(toy, folder)
     model = new_toy_model(toy, seed)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     save_toy_model(model, folder)
@@ -162,7 +169,7 @@ def write_untrained(toy: Toy, folder: Path, seed: int) -> PreTrainedModel:
 def save_toy_model(model: PreTrainedModel, folder: Path) -> None:
     """Write weights and config."""
     disable_progress_bar()  # transformers would show a bar for one file of 4 MB
-    save_model(model, FAMILIES[model.config.model_type], folder)
+    save_model(model, family_at(model.config), folder)
 
 
 def write_readme(toy: Toy, model: PreTrainedModel, folder: Path, build_facts: str) -> None:

@@ -19,10 +19,12 @@ MOVING = (
 )
 
 
-def test_engine_and_trainer_agree_over_updates_of_gated_delta_nets(tmp_path):
-    rows = metrics_of(
-        played_run(tmp_path, "toy-qwen3_5", 2, *MOVING, recipe="toy-grpo-cpu-qwen3_5")
-    )
+@pytest.mark.parametrize(
+    ("toy", "recipe"),
+    [("toy-qwen3_5", "toy-grpo-cpu-qwen3_5"), ("toy-internvl", "toy-grpo-cpu-internvl")],
+)
+def test_engine_and_trainer_agree_over_updates(tmp_path, toy, recipe):
+    rows = metrics_of(played_run(tmp_path, toy, 2, *MOVING, recipe=recipe))
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["actor/grad_norm"] > 0
