@@ -45,6 +45,8 @@ VISION_SIZES = {
     "depth": 3,
     "num_hidden_layers": 3,
 }
+#: Keys of the layers whose features are read; transformers has renamed it.
+FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers")
 #: Patches along a side of a tile, or of the image whose positions a tower has learned.
 TILE_PATCHES = 4
 #: Tokens that a layer with a sliding window sees: fewer than those of a tile, or of a prompt.
@@ -211,9 +213,10 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
     if isinstance(vision, dict):
         _shrink_vision(vision, text["hidden_size"])
         # Several layers whose features are read, from the last on.
-        if isinstance(layers := sizes.get("vision_feature_layer"), (list, tuple)):
-            depth = VISION_SIZES["num_hidden_layers"]
-            sizes["vision_feature_layer"] = [-1 - i % depth for i in range(len(layers))]
+        for key in FEATURE_LAYERS:
+            if isinstance(layers := sizes.get(key), (list, tuple)):
+                depth = VISION_SIZES["num_hidden_layers"]
+                sizes[key] = [-1 - i % depth for i in range(len(layers))]
     tiny = AutoConfig.for_model(**sizes)
     switch_dropout_off(tiny)
     return tiny

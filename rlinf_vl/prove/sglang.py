@@ -61,14 +61,14 @@ def sglang_figures(member: Member) -> tuple[float, float]:
     ]
     updated = replace(member, seed=member.seed + 1)
     with tempfile.TemporaryDirectory() as folder, _engine(member, Path(folder)) as engine:
-        before = _difference(member, engine, requests)
+        first_difference = _difference(member, engine, requests)
         weights = (
             part
             for name, weight in updated.model().named_parameters()
             for part in member.family.engine_names(name, weight.detach())
         )
         engine.load_weights([dict(weights)], version=1)
-        return before, _difference(updated, engine, requests)
+        return first_difference, _difference(updated, engine, requests)
 
 
 def _difference(member: Member, engine: Any, requests: list[Request]) -> float:
