@@ -72,9 +72,9 @@ def load_shards(
 
     def emptied(name: str, weight: nn.Parameter) -> nn.Parameter:
         if family.stays_float32(name):
-            return weight
-        is_sharded = isinstance(weight, DTensor)
-        shards[name] = weight.data if is_sharded else _sharded(weight.data, mesh)
+            return nn.Parameter(weight.data.clone(), requires_grad=weight.requires_grad)
+        shard = weight.data
+        shards[name] = _with_memory(shard) if isinstance(shard, DTensor) else _sharded(shard, mesh)
         empty = torch.empty((), dtype=weight.dtype).expand(weight.shape)
         return nn.Parameter(empty, requires_grad=weight.requires_grad)
 
@@ -178,8 +178,24 @@ def _placements(mesh: DeviceMesh) -> list[Placement]:
 
 
 def _replace(model: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    """Replace every parameter by that of `replacement(name, parameter)`, also where it is tied."""
-    new = {id(weight): replacement(name, weight) for name, weight in model.named_parameters()}
+    """Replace every parameter by that of `replacement(name, parameter)`, also where it is tied.
+
+    The memory of one is free before the next is replaced.
+    """
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            setattr(module, name, new[id(weight)])
+        for name, weight in module.named_parameters(recurse=False):
+            owners.setdefault(id(weight), []).append((module, name))
+    for name in [name for name, _ in model.named_parameters()]:
+        old = model.get_parameter(name)
+        new = replacement(name, old)
+        for module, attribute in owners[id(old)]:
+            setattr(module, attribute, new)
+
+
+def _with_memory(shard: DTensor) -> DTensor:
+    """Return a shard whose rows are alone in their memory: those read may be a view of the file."""
+    rows = shard.to_local()
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return shard
+    return _as_dtensor(rows.clone(), shard.shape, shard.device_mesh)

@@ -87,8 +87,8 @@ def test_experts_as_transformers_saves_them(processes, saved, family, layout):
         assert not differing
 
 
-def step(folder: str, family: str, lora: bool, by_shards: bool):
-    """One SGD step of the trainer that reads this checkpoint: (all weights, whole; the loss)."""
+def step(folder: str, family: str, lora: bool, by_shards: bool, target: str):
+    """One SGD step of the trainer that reads this checkpoint, and a checkpoint of it: (all weights, whole; metrics)."""
     from plain_step import groups_of
     from tiny import IMAGE_ID, banned, tiny_trainer
 
@@ -139,15 +139,24 @@ def step(folder: str, family: str, lora: bool, by_shards: bool):
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy()
         for name, p in trainer.policy.named_parameters()
     }
+    trainer.stage()
+    trainer.write(target)
     return weights, sums.state()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
 @pytest.mark.quick("qwen3_5_moe-adapters")
-def test_they_train_as_with_whole_weights(processes, saved, family, lora):
+def test_they_train_and_save_as_with_whole_weights(processes, saved, tmp_path, family, lora):
     run = partial(processes.run, 2, step, saved(family), family, lora)
-    by_shards, whole = run(True), run(False)
+    for name in ("shards", "whole"):
+        (tmp_path / name).mkdir()
+    by_shards, whole = run(True, str(tmp_path / "shards")), run(False, str(tmp_path / "whole"))
+    saved_bytes = [
+        sum(file.stat().st_size for file in (tmp_path / name).iterdir())
+        for name in ("shards", "whole")
+    ]
+    assert saved_bytes[0] == pytest.approx(saved_bytes[1], rel=0.01)
     for (weights, metrics), (expected, expected_metrics) in zip(by_shards, whole, strict=True):
         assert metrics == expected_metrics
         assert weights.keys() == expected.keys()
