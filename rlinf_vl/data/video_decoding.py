@@ -129,6 +129,7 @@ def sample_video(
             unknown.
     """
     import av
+    from av.error import FFmpegError
 
     # Without protocols and other containers, a file can't name further files.
     options = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
@@ -150,7 +151,7 @@ def sample_video(
                 image = resized(image, frames[0].image.size if frames else size)
                 frames.append(SampledFrame(image, float((pts - packets.times[0]) * base)))
             return frames
-    except av.error.FFmpegError as error:
+    except FFmpegError as error:
         raise _cause(error) from error
 
 
@@ -182,8 +183,9 @@ def _video_stream(container: Any) -> Any:
         ImageError: there is none, or it is too long, too large or of an unknown codec.
     """
     import av
+    from av.stream import Disposition
 
-    pictures = av.stream.Disposition.attached_pic
+    pictures = Disposition.attached_pic
     streams = [s for s in container.streams.video if not s.disposition & pictures]
     if not streams:
         kinds = ", ".join(sorted({s.type for s in container.streams})) or "none"
@@ -321,9 +323,9 @@ def _upright(frame: Any) -> Image.Image:
 
 def _cause(error: Any) -> ImageError:
     """Return the error of a row for one of FFmpeg."""
-    import av
+    from av.error import DecoderNotFoundError
 
-    if isinstance(error, av.error.DecoderNotFoundError):
+    if isinstance(error, DecoderNotFoundError):
         return ImageError(UNDECODABLE, UNKNOWN_CODEC)
     cause = "it is truncated, damaged or no video"
     return ImageError(UNDECODABLE, f"a video that can't be read ({error.strerror}): {cause}")

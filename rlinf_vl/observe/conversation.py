@@ -115,15 +115,15 @@ def _image_spans(
     """
     spans = {}
     for placeholder, is_video in ((placeholders.image, False), (placeholders.video, True)):
-        shown = [pair for pair in sequence.images if is_clip(pair[0]) == is_video]
+        of_kind = [pair for pair in sequence.images if is_clip(pair[0]) == is_video]
         positions = np.flatnonzero(sequence.ids == placeholder).tolist()
-        if placeholder is None or not shown or not positions:
+        if placeholder is None or not of_kind or not positions:
             continue
         # An image has one placeholder for a fixed number of patches, so patches divide the
         # placeholders.
-        patches = np.cumsum([0, *(math.prod(grid) for _, grid in shown)]).tolist()
+        patches = np.cumsum([0, *(math.prod(grid) for _, grid in of_kind)]).tolist()
         edges = [len(positions) * patch // patches[-1] for patch in patches]
-        for (image, _), first, last in zip(shown, edges, edges[1:], strict=False):
+        for (image, _), first, last in zip(of_kind, edges, edges[1:], strict=False):
             end = positions[last - 1 if is_video else first] + 1
             spans[positions[first]] = numbers[image.hash], end
     return spans
