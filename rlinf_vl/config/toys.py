@@ -51,6 +51,9 @@ TOYS = {
     "toy-internvl": ToyEntry(
         "rlinf_vl.toy.drawings:INTERNVL", _QUESTION_COLUMNS, _QUESTION_ROWS, "internvl"
     ),
+    "toy-gemma3": ToyEntry(
+        "rlinf_vl.toy.drawings:GEMMA3", _QUESTION_COLUMNS, _QUESTION_ROWS, "gemma3"
+    ),
     "toy-qwen3_vl_moe": ToyEntry(
         "rlinf_vl.toy.drawings:MOE", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_vl_moe"
     ),

@@ -11,7 +11,7 @@ from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.toy import task
 
 #: Files with the recipe of the warm start, its model and its tokenizer.
-BUILDER_SOURCES = ("task.py", "files.py", "internvl.py", "model.py", "../local/warm_start.py")
+BUILDER_SOURCES = ("task.py", "files.py", "model.py", "tile_models.py", "../local/warm_start.py")
 
 
 def toy_checkpoint_path(

@@ -253,3 +253,11 @@ INTERNVL = replace(
         summary, "InternVL (tiles, and positions that are counted) of 0.6 million parameters"
     ),
 )
+GEMMA3 = replace(
+    TOY,
+    model_type="gemma3",
+    summary=partial(
+        summary,
+        "Gemma 3 (sliding windows, and image tokens that see each other) of 0.6 million parameters",
+    ),
+)

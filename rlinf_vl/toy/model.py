@@ -19,8 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.families import family_at
 from rlinf_vl.models.loading import save_model
-from rlinf_vl.toy import files, internvl
+from rlinf_vl.toy import files
 from rlinf_vl.toy.task import Toy
+from rlinf_vl.toy.tile_models import TILE_MODELS
 
 #: Patches along a side of the picture for which the vision tower learns positions; those of other
 #: sizes are interpolated.
@@ -63,13 +64,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-#: Modules that write the files and make the configs of models of another form than Qwen's.
-FORMS = {"internvl": internvl}
-
-
 def write_files(toy: Toy, folder: Path) -> None:
     """Write the files of a toy's checkpoint besides its weights and config."""
-    write = FORMS[toy.model_type].write_files if toy.model_type in FORMS else files.write_toy_files
+    tile_model = TILE_MODELS.get(toy.model_type)
+    write = tile_model.write_files if tile_model else files.write_toy_files
     write(folder, toy.words)
 
 
@@ -79,8 +77,8 @@ def toy_config(toy: Toy) -> Any:
     The text model is 128 wide; the vision tower is 64 wide with 3 layers. An image token stands for
     16×16 pixels.
     """
-    form = FORMS.get(toy.model_type)
-    ids = files.special_ids(toy.words, form.MARKS.values() if form else ())
+    tile_model = TILE_MODELS.get(toy.model_type)
+    ids = files.special_ids(toy.words, tile_model.marks.values() if tile_model else ())
     text = {
         # The vocabulary is padded to a multiple of 8.
         "vocab_size": -(-(max(ids.values()) + 1) // 8) * 8,
@@ -100,9 +98,9 @@ def toy_config(toy: Toy) -> Any:
     }
     vision = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": VISION_INIT_STD}
     layers, heads = 3, 2
-    if form:
+    if tile_model:
         vision |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-        return form.config(text, vision, ids)
+        return tile_model.config(text, vision, ids)
     rope = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     vision |= {
         "depth": layers,

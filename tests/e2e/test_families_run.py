@@ -21,7 +21,11 @@ MOVING = (
 
 @pytest.mark.parametrize(
     ("toy", "recipe"),
-    [("toy-qwen3_5", "toy-grpo-cpu-qwen3_5"), ("toy-internvl", "toy-grpo-cpu-internvl")],
+    [
+        ("toy-qwen3_5", "toy-grpo-cpu-qwen3_5"),
+        ("toy-internvl", "toy-grpo-cpu-internvl"),
+        ("toy-gemma3", "toy-grpo-cpu-gemma3"),
+    ],
 )
 def test_engine_and_trainer_agree_over_updates(tmp_path, toy, recipe):
     rows = metrics_of(played_run(tmp_path, toy, 2, *MOVING, recipe=recipe))

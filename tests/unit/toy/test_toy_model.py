@@ -241,7 +241,12 @@ def test_same_seed_same_weights_another_seed_others() -> None:
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("toy-qwen3_5", 0.91e6), ("toy-qwen3_vl_moe", 1.60e6), ("toy-internvl", 0.65e6)],
+    [
+        ("toy-qwen3_5", 0.91e6),
+        ("toy-qwen3_vl_moe", 1.60e6),
+        ("toy-internvl", 0.65e6),
+        ("toy-gemma3", 0.64e6),
+    ],
 )
 def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Path) -> None:
     made_for = toy_of(name)
