@@ -102,7 +102,7 @@ class OurSteps:
         first = 0 if self.same_rows else number * self.batch
         rows = range(first, first + self.batch)
         groups = {k: self.rows.group("train", row, f"g{row}") for k, row in enumerate(rows)}
-        summaries = [GroupSummary.of(g, self.rows.image_token_id) for g in groups.values()]
+        summaries = [GroupSummary.of(g, self.rows.placeholder_ids) for g in groups.values()]
         plan = plan_of(number, summaries, self.config, self)
         (((minibatch),),) = plan.minibatches
         sums, _ = self.trainer.update(groups, [minibatch], demonstrated(summaries))

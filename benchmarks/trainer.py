@@ -139,7 +139,7 @@ def plan_of(
     groups: list[Group], args: argparse.Namespace, *, ranks: int = 1, share: bool = True
 ) -> StepPlan:
     return plan_step(
-        [GroupSummary.of(g, image_token_id=-1) for g in groups],
+        [GroupSummary.of(g, placeholder_ids=-1) for g in groups],
         with_presets(AlgorithmConfig()),
         ranks=ranks,
         budget=args.budget,
