@@ -31,8 +31,13 @@ from rlinf_vl.prove.member import Member, member_of, member_with
 from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.user_code import CodeError, is_code
 
-#: Settings of released checkpoints, of model types whose default config can't encode an image.
-RELEASED = {"gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}}}
+#: Settings of released checkpoints, of model types whose default config can't encode an image, or
+#: has a padding token beyond its vocabulary.
+RELEASED = {
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
+    "idefics3": {"text_config": {"vocab_size": 128259}},
+    "smolvlm": {"pad_token_id": 2},
+}
 STYLES = {"proven": "green", "wrong": "bold red", "refused": "yellow"}
 
 

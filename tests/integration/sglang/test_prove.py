@@ -17,6 +17,7 @@ from rlinf_vl.models.encoders import squares
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.image_tokens import mrope_positions
 from rlinf_vl.prove.certificate import outcomes_of
+from rlinf_vl.prove.main import RELEASED
 from rlinf_vl.prove.member import member_of
 from rlinf_vl.prove.proofs import Proofs
 
@@ -29,7 +30,7 @@ def outcome_of(member):
 
 
 def member(name, folder):
-    config = AutoConfig.for_model(name)
+    config = AutoConfig.for_model(name, **RELEASED.get(name, {}))
     return member_of(family_at(config), config, folder)
 
 

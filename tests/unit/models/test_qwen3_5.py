@@ -142,7 +142,7 @@ def test_no_further_from_float64_than_transformers(fast, sizes, monkeypatch):
             inputs = tiny.transformers_inputs
             m.setattr(modeling_qwen3_5, "torch", Exact())
             m.setattr(torch.Tensor, "float", torch.Tensor.double)
-            m.setattr(tiny, "transformers_inputs", lambda sequence: as_double(*inputs(sequence)))
+            m.setattr(tiny, "transformers_inputs", lambda *of: as_double(*inputs(*of)))
             exact = by_transformers(tiny_member(family, sizes, fast).double(), members)
     assert exact.dtype == torch.float64
     error, bound = (ours - exact).abs(), (theirs - exact).abs()

@@ -13,6 +13,7 @@ from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.tiles import TileImages
 from rlinf_vl.prove.prompts import prompt_figures
+from rlinf_vl.rollout import renderer
 from rlinf_vl.rollout.renderer import Renderer
 
 #: A template with everything that a checkpoint's may have; LLaVA's and InternVL's know images as this one does.
@@ -159,12 +160,12 @@ def test_what_a_renderer_loses_is_found(fault, folders, monkeypatch):
 
 
 def test_pictures_in_another_order_are_found(folders, monkeypatch):
-    sound = Renderer._expand_images
+    sound = renderer.expand_images
 
-    def reversed_pictures(self, ids, images):
-        return sound(self, ids, list(images)[::-1])
+    def reversed_pictures(processor, ids, images):
+        return sound(processor, ids, list(images)[::-1])
 
-    monkeypatch.setattr(Renderer, "_expand_images", reversed_pictures)
+    monkeypatch.setattr(renderer, "expand_images", reversed_pictures)
     folder = folders["internvl"]
     ids, placeholders, pixels = prompt_figures(family_of("auto", folder), folder)
     assert ids > 0 and placeholders == pixels == 0
