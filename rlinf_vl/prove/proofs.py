@@ -48,9 +48,10 @@ from rlinf_vl.prove.sglang import reasons_against, sglang_figures
 from rlinf_vl.types import SamplingParams
 
 LIMIT = 1e-5
-#: A recurrent net's states differ with the order of sums over a whole sequence; transformers' own
-#: rule in float32 is that far from a float64 run of it.
-RECURRENT_LIMIT = 1e-4
+#: A recurrent net's states differ with the order of sums over a whole sequence. transformers' and
+#: our gradients are up to 6e-5 from those of float64 weights, to either side, by processor: 1.04e-4
+#: apart on one with AVX-512.
+RECURRENT_LIMIT = 2e-4
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["all-linear"])
 
 
