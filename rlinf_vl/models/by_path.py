@@ -85,7 +85,6 @@ def family_by_path(
     if has_mrope:
         check_positions(owner, config)
     sees_itself = images_see_themselves(parts)
-    slides = "sliding_attention" in (getattr(parts.text.config, "layer_types", None) or ())
     projector = _projector(parts, blocks[0])
     in_tower = all(path.startswith(f"{paths[0]}.") for path in projector)
     image_token, special_tokens = _image_tokens(config, checkpoint, trust_remote_code)
@@ -106,7 +105,7 @@ def family_by_path(
         exports_original_format=True,
         images_see_themselves=sees_itself,
         is_general_in_sglang=True,
-        engine_limits=partial(_engine_limits, has_mrope, sees_itself, slides),
+        engine_limits=partial(_engine_limits, has_mrope, sees_itself),
         positions=mrope_positions if has_mrope else counted_positions,
         text_forward=text if has_mrope else plain_positions,
         encode_images=encode_images,
@@ -275,7 +274,7 @@ class AnyImages(QwenImages):
 
 
 def _engine_limits(
-    has_mrope: bool, sees_itself: bool, slides: bool, config: Mapping[str, Any], on_cpu: bool
+    has_mrope: bool, sees_itself: bool, config: Mapping[str, Any], on_cpu: bool
 ) -> Iterator[str]:
     """Yield why SGLang can't run a model: `Family.engine_limits`."""
     text = config.get("text_config") or config
@@ -284,8 +283,6 @@ def _engine_limits(
         yield "its config.json has no mrope_section, by which SGLang tells positions of images"
     if sees_itself:
         yield "the tokens of an image see each other, which our model for SGLang has not"
-    if slides:
-        yield "its layers attend within sliding windows, which our model for SGLang has not"
 
 
 def _prices(text_numel: int, tower_products: int, config: Any, tower_trained: bool) -> Prices:

@@ -199,14 +199,18 @@ class Family:
         """Return whether the weight of this name is one of `float32_weights`."""
         return name.rpartition(".")[2] in self.float32_weights
 
-    def sglang_refusals(self, config: Mapping[str, Any], on_cpu: bool) -> list[str]:
-        """Return the reasons of `engine_limits` as sentences, each with a remedy."""
+    def sglang_limits(self, config: Mapping[str, Any], on_cpu: bool) -> list[str]:
+        """Return the reasons of `engine_limits`, and that of any family."""
         reasons = list(self.engine_limits(config, on_cpu))
         if shapes.has_windows(config):
             reasons.append("it leaves out the sliding windows of its layers")
+        return reasons
+
+    def sglang_refusals(self, config: Mapping[str, Any], on_cpu: bool) -> list[str]:
+        """Return `sglang_limits` as sentences, each with a remedy."""
         return [
             f"SGLang can't run this {self.model_type}: {reason}; set rollout.rollout_backend=torch"
-            for reason in reasons
+            for reason in self.sglang_limits(config, on_cpu)
         ]
 
 

@@ -44,8 +44,7 @@ def reasons_against(member: Member) -> str:
         return "SGLang is not installed"
     if torch.cuda.is_available():
         return "SGLang's CPU build needs a machine without a GPU; set CUDA_VISIBLE_DEVICES="
-    limits = member.family.engine_limits(member.config.to_dict(), True)
-    return "; ".join(limits)
+    return "; ".join(member.family.sglang_limits(member.config.to_dict(), on_cpu=True))
 
 
 def sglang_figures(member: Member) -> tuple[float, float]:

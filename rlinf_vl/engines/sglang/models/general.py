@@ -45,7 +45,7 @@ class RadixContext:
         window: int | None = None,
     ) -> torch.Tensor:
         """Return [1, T, heads, D] of queries, keys and values [1, heads, T, D]."""
-        assert window is None, f"layer {layer} has a window of {window}, see `Family.engine_limits`"
+        assert window is None, f"layer {layer} has a window of {window}, see `Family.sglang_limits`"
         attention = self._layers[layer]
         attention.scaling = scaling
         q, k, v = (x[0].transpose(0, 1).flatten(1).contiguous() for x in (q, k, v))
