@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -159,16 +160,14 @@ class SglangEngine:
 
     def _send_all(self, model: PreTrainedModel, family: Family) -> None:
         """Give SGLang all weights of the model, and the buffers that checkpoints have."""
-        weights = [
+        weights = (
             part
             for name, p in model.named_parameters()
             for part in family.engine_names(name, p.detach())
-        ]
-        if family.is_general_in_sglang:
-            buffers = saved_buffers(model)
-            self.shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
-            weights += buffers.items()
-        self.load_weights(map(dict, group_by_size(weights)), version=0)
+        )
+        buffers = saved_buffers(model) if family.is_general_in_sglang else {}
+        self.shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
+        self.load_weights(map(dict, group_by_size(chain(weights, buffers.items()))), version=0)
 
     def _checked_config(self, family: Family) -> Any:
         """Return the checkpoint's config, after checking that it, the settings and this machine go

@@ -14,7 +14,7 @@ import torch
 
 from rlinf_vl.engines.sglang import masked
 from rlinf_vl.engines.sglang.pixels import MappedPatches
-from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.image_tokens import ImageTokens, runs_of_images
 from rlinf_vl.models.mixture import ROUTES
 from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.types import Grid, Request, Sample, SamplingParams
@@ -73,9 +73,9 @@ def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[Runs]:
         ValueError: the runs are not those of the images, by number, length or id. SGLang would
             answer without an image, or for the wrong one, without an error.
     """
-    is_placeholder = np.concatenate([[False], image_tokens.mask(request.ids), [False]])
-    edges = np.flatnonzero(np.diff(is_placeholder)).reshape(-1, 2)
-    runs = [(int(first), int(end) - 1) for first, end in edges]
+    bounds = np.array([0, len(request.ids)])
+    edges = runs_of_images(image_tokens.mask(request.ids), bounds).tolist()
+    runs = [(first, end - 1) for first, end in edges]
     description = f"a request of {len(request.ids)} ids with {len(request.images)} images"
     wrong_number = (
         f"{description} has {len(runs)} runs of image placeholders (id "
@@ -86,7 +86,7 @@ def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[Runs]:
     n_runs = sum(map(image_tokens.runs, grids, placeholder_ids))
     if n_runs != len(runs) and not image_tokens.marks:
         raise ValueError(f"{wrong_number}, not {n_runs}")
-    runs_of_images: list[Runs] = []
+    runs_by_image: list[Runs] = []
     n_used = 0  # runs of earlier images
     counts = image_tokens(request.image_grids).tolist()
     for i, (image, grid) in enumerate(zip(request.images, grids, strict=True)):
@@ -103,10 +103,10 @@ def placeholder_runs(request: Request, image_tokens: ImageTokens) -> list[Runs]:
                 f"placeholders, of id {placeholder_id}, but the run at {places} has "
                 f"{_length(image_runs)}, of id {' and '.join(map(str, ids)) or 'none'}"
             )
-        runs_of_images.append(image_runs)
+        runs_by_image.append(image_runs)
     if n_used < len(runs):
         raise ValueError(f"{wrong_number}, not {n_used}")
-    return runs_of_images
+    return runs_by_image
 
 
 def _length(runs: Runs) -> int:

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import (
     Modality,
     MultimodalDataItem,
     MultimodalInputFormat,
+    MultimodalProcessorOutput,
 )
 
 from rlinf_vl.engines.sglang.messages import SentImage
@@ -36,10 +37,29 @@ def items_of(images: Sequence[SentImage]) -> list[MultimodalDataItem]:
     return items
 
 
-def sent_positions(entry: dict[str, Any], n_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the trainer's positions [3, T], and what is added to the number of a later token.
+def processed(
+    image_data: Sequence[dict[str, Any]], input_text: Sequence[int], **token_ids: int
+) -> MultimodalProcessorOutput:
+    """Return a request's ids, items and positions.
 
-    SGLang's own have no times of clips, and place the text after one differently.
+    Positions are the trainer's: SGLang's own have no times of clips, and place the text after one
+    differently.
+
+    Args:
+        image_data: one entry, with all images of the request, and the positions of its ids, int64
+            [3, T].
+        input_text: its ids, placeholders expanded.
+        token_ids: of the processor, by SGLang's names.
     """
+    (entry,) = image_data
+    ids, items = list(input_text), items_of(entry["images"])
     positions = torch.from_numpy(entry["positions"])
-    return positions, positions[:, -1:].max(dim=0, keepdim=True).values + 1 - n_ids
+    return MultimodalProcessorOutput(
+        input_ids=ids,
+        padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(ids, items),
+        mm_items=items,
+        mrope_positions=positions,
+        # What is added to the number of a later token.
+        mrope_position_delta=positions[:, -1:].max(dim=0, keepdim=True).values + 1 - len(ids),
+        **token_ids,
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
-from rlinf_vl.engines.sglang.processors.items import items_of, sent_positions
+from rlinf_vl.engines.sglang.processors.items import processed
 
 
 class SentImages(QwenVLImageProcessor):
@@ -25,23 +25,12 @@ class SentImages(QwenVLImageProcessor):
         *_: Any,
         **__: Any,
     ) -> MultimodalProcessorOutput:
-        """Return the request's items and positions.
-
-        Args:
-            image_data: one entry, with all images of the request and the positions of its ids.
-            input_text: its ids, placeholders expanded.
-        """
-        (entry,) = image_data
-        ids, items = list(input_text), items_of(entry["images"])
-        positions, delta = sent_positions(entry, len(ids))
-        return MultimodalProcessorOutput(
-            input_ids=ids,
-            padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(ids, items),
-            mm_items=items,
+        """Return `processed` of these."""
+        return processed(
+            image_data,
+            input_text,
             im_start_id=self.vision_start_token_id,
             im_end_id=self.vision_end_token_id,
             im_token_id=self.mm_tokens.image_token_id,
             video_token_id=self.mm_tokens.video_token_id,
-            mrope_positions=positions,
-            mrope_position_delta=delta,
         )
