@@ -186,10 +186,11 @@ def _checked_clip(data: bytes) -> ImageRef:
     """Return a clip that was sampled before; an agent in another process passes it on."""
     ref = ImageRef.of(data)
     try:
-        sizes = {image_size(to_image_ref(frame, root=None)) for frame in clip_of(ref).frames}
+        clip = clip_of(ref)
+        sizes = {image_size(to_image_ref(frame, root=None)) for frame in clip.frames}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ImageError(NOT_A_VIDEO, f"a damaged clip: {error}") from error
-    if len(sizes) != 1 or len(clip_of(ref).frames) != len(clip_of(ref).timestamps):
+    if len(sizes) != 1 or len(clip.frames) != len(clip.timestamps):
         raise ImageError(NOT_A_VIDEO, "a damaged clip: its frames don't match")
     return ref
 

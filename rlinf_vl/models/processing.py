@@ -78,12 +78,15 @@ class Processor:
                 "needs"
             )
         self.image_tokens = self._image_processor.image_tokens(image_token_id)
+        if family.videos is None:
+            return
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if family.videos is None or self._token(config, "video") not in family.special_tokens:
+        video_token = self._token(config, "video")
+        if video_token not in family.special_tokens:
             return
         self._videos = family.videos(path, video_min_pixels, video_max_pixels)
         self.image_tokens = with_videos(self.image_tokens, config, self._videos.timestamped)
-        self.video_token = self._token(config, "video")
+        self.video_token = video_token
         self._vision_start, self._vision_end = (
             self._token(config, f"vision_{edge}") for edge in ("start", "end")
         )
@@ -187,8 +190,7 @@ class Processor:
         return processor.grid(*size), [processor.ids(*size, self.image_token_id)]
 
     def _clip_facts(self, image: ImageRef) -> tuple[Grid, list[np.ndarray]]:
-        videos, frames = self.videos, frame_refs(image)
-        grid = videos.grid(len(frames), *image_size(frames[0]))
+        grid = self.videos.grid(len(timestamps_of(image)), *image_size(image))
         return grid, self.image_tokens.clip_ids(grid)
 
     def pixels(self, image: ImageRef) -> np.ndarray:

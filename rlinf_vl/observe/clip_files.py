@@ -21,11 +21,11 @@ def animated(clip: ImageRef) -> bytes:
 
     Pauses of more than two seconds are shortened; the frames' true times are noted in it.
     """
-    frames, times = clip_of(clip).frames, clip_of(clip).timestamps
+    parsed = clip_of(clip)
     pictures: list[Image.Image] = []
     starts: list[float] = []
     noted = []
-    for frame, seconds in zip(frames, times, strict=True):
+    for frame, seconds in zip(parsed.frames, parsed.timestamps, strict=True):
         picture = Image.open(io.BytesIO(frame)).convert("RGB")
         # An encoder joins a picture to an equal one before it.
         if not pictures or picture.tobytes() != pictures[-1].tobytes():
