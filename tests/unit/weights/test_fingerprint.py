@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlinf_vl.preflight.trace import LiveBytes
 from rlinf_vl.weights import buckets as module
 from rlinf_vl.weights.buckets import WeightsDiffer, fingerprint, pack, unpack
 
@@ -31,11 +32,36 @@ def test_order_and_borders_count_and_layout_does_not():
     assert fingerprint([a.flip(0)]) != fingerprint([a])
 
 
-def test_large_tensors_are_looked_at_piece_by_piece(monkeypatch):
-    value = torch.randn(1000)
-    whole = fingerprint([value])
-    monkeypatch.setattr(module, "FINGERPRINT_WORDS", 64)
-    assert fingerprint([value]) == whole
+@pytest.mark.parametrize("words", [64, 1000, 2**22])
+def test_every_device_reads_pieces_of_its_own_size(words, monkeypatch):
+    """A GPU's pieces are larger than a CPU's, and the fingerprint is the same."""
+    values = [torch.randn(1001), torch.randn(37).bfloat16()]
+    whole = fingerprint(values)
+    monkeypatch.setitem(module.FINGERPRINT_WORDS, "cpu", words)
+    assert fingerprint(values) == whole
+
+
+def test_the_host_reads_once_whatever_the_number_of_tensors():
+    """Reading each tensor's sum by itself would wait for a GPU as often."""
+
+    def reads(count: int) -> int:
+        with LiveBytes() as live:
+            fingerprint([torch.arange(9.0) + i for i in range(count)])
+        return sum(live.synchronising.values())
+
+    assert reads(2) == reads(20) <= 2
+
+
+def test_launches_on_a_gpu_are_few():
+    """A weight of 1 GiB, on meta tensors as on a GPU: 32 pieces of 6 operations, where 2,048 of a CPU's would be."""
+    words = torch.empty(2**27, dtype=torch.int64, device="meta")
+    with LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module.FINGERPRINT_WORDS, "meta", module.FINGERPRINT_WORDS["cuda"])
+        module._weighted_sum(words)
+        few = live.operations
+        patch.setitem(module.FINGERPRINT_WORDS, "meta", module.FINGERPRINT_WORDS["cpu"])
+        module._weighted_sum(words)
+    assert few < 400 and live.operations - few > 40 * few
 
 
 def test_a_difference_names_the_weights_of_its_bucket():
