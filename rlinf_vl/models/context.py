@@ -118,7 +118,7 @@ class ContextAttention:
         window: int | None = None,
     ) -> torch.Tensor:
         heads, kv_heads, size = q.shape[1], k.shape[1], self.ranks.size
-        kv_heads_needed = torch.tensor(_kv_heads_by_rank(heads, kv_heads, size), device=k.device)
+        kv_heads_needed = _kv_heads_on(heads, kv_heads, size, str(k.device))
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [t, heads, D]
         k, v = k.index_select(1, kv_heads_needed), v.index_select(1, kv_heads_needed)
         # Concatenated, so that one exchange serves all three.
@@ -163,6 +163,12 @@ def _kv_heads_by_rank(heads: int, kv_heads: int, size: int) -> tuple[int, ...]:
         head // queries_per_key
         for head in range(0, heads, math.gcd(heads // size, queries_per_key))
     )
+
+
+@cache
+def _kv_heads_on(heads: int, kv_heads: int, size: int, device: str) -> torch.Tensor:
+    """Return `_kv_heads_by_rank` on a device, int64: copied there once, and not for every layer."""
+    return torch.tensor(_kv_heads_by_rank(heads, kv_heads, size)).to(device)
 
 
 @cache

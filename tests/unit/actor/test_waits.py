@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import group, pixels, tiny_collator, tiny_policy, tiny_trainer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlinf_vl.actor.batch_types import RankMiniBatch
@@ -15,9 +16,10 @@ from rlinf_vl.actor.terms import Passes
 from rlinf_vl.algorithms import AGGREGATION_MODES, IMPORTANCE_LEVELS
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
-from rlinf_vl.models import attention
+from rlinf_vl.models import attention, context
 from rlinf_vl.models.family import VisionFeatures
 from rlinf_vl.models.kernels.attention import Matmul, Varlen
+from rlinf_vl.models.kernels.delta import Mixer
 from rlinf_vl.models.loading import freeze
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.packing.collator import Member
@@ -35,12 +37,35 @@ _WAITS = {
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
+class Made(TorchFunctionMode):
+    """Counts the tensors that are made on a device from numbers of the host: they are copied there, and that is waited for."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        device = (kwargs or {}).get("device")
+        if func in (torch.tensor, torch.as_tensor) and str(device or "cpu") != "cpu":
+            self.counts[f"made on {device}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Waits(TorchDispatchMode):
     """Counts, by name, the operations for which the host would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.made = Made(self.counts)
+
+    def __enter__(self):
+        self.made.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.made.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -124,6 +149,37 @@ def test_a_micro_batch_on_a_device_is_queued(aggregation, level, monkeypatch):
         assert not +seen.counts, dict(seen.counts)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers_of_context_parallel_copy_nothing_from_the_host(size, monkeypatch):
+    """Attention and a delta net of ranks that share a row, on meta tensors: the exchange alone is pretended. What a layer must
+    know of heads and channels was copied when the first one asked."""
+    monkeypatch.setattr(attention, "kernel_for", lambda *_: Varlen)
+    monkeypatch.setattr(context, "_exchange", lambda x, _: torch.empty_like(x))
+    row = attention.SegmentAttention(
+        np.array([0, 8, 24, 32]), np.array([-1, 0, -1]), device="meta", dtype=torch.bfloat16
+    )
+    shared_row = context.ContextAttention(row, context.ContextRanks(None, 0, size))
+    mixer = Mixer(torch.zeros(64, 3, device="meta"), 4, 8, 4, 4)
+
+    def run_layers(count: int) -> Counter:
+        with Waits() as seen:
+            for layer in range(count):
+                q, k, v = (
+                    torch.zeros(1, h, 32 // size, 8, device="meta", dtype=torch.bfloat16)
+                    for h in (8, 2, 2)
+                )
+                qkv = torch.zeros(1, 32 // size, 64, device="meta")
+                g = torch.zeros(1, 32 // size, 8, device="meta")
+                assert shared_row.attend(layer, q, k, v, 1.0).shape == (1, 32 // size, 8, 8)
+                shared_row.mix(layer, mixer, qkv, g, g)
+        return +seen.counts
+
+    context._kv_heads_on.cache_clear()
+    context._channels.cache_clear()
+    run_layers(1)
+    assert not run_layers(3)
+
+
 def test_a_wait_is_seen():
     x = torch.arange(4.0)
     with Waits() as seen:
@@ -132,6 +188,8 @@ def test_a_wait_is_seen():
             x.sum().item(),
             torch.zeros(2).to("meta"),
             torch.zeros(2).to("meta", non_blocking=True),
+            torch.tensor([1, 2], device="meta"),
         )
-    assert sum(seen.counts.values()) >= 3 and "blocking copy to meta" in seen.counts
+    assert seen.counts["made on meta"] == 1
+    assert sum(seen.counts.values()) >= 4 and "blocking copy to meta" in seen.counts
     assert seen.counts["blocking copy to meta"] == 1
