@@ -21,6 +21,7 @@ from rlinf_vl.config.schema import Config, RewardConfig
 from rlinf_vl.config.schema.algorithm import ADVANTAGES, LOSSES
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
+from rlinf_vl.config.vision_rules import vision_problems
 from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.user_code import CodeError, check_code, is_code
 
@@ -46,6 +47,7 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
         algorithm_problems,
         correction_problems,
         _data,
+        vision_problems,
         actor_problems,
         _reward,
         *further,

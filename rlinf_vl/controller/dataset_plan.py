@@ -10,6 +10,7 @@ from typing import Protocol
 
 from rlinf_vl.config.imitation import RowLimit, row_limit
 from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.vision_controls import Controls, plan_controls
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.sampler import EpochSampler
@@ -38,6 +39,7 @@ class DatasetPlan:
     Attributes:
         answers: how many validation rows have each reference answer.
         counts: metrics of the training rows, equal in every step.
+        controls: the vision controls of the validation rows.
     """
 
     sampler: EpochSampler
@@ -46,6 +48,7 @@ class DatasetPlan:
     total_steps: int
     bad_rows: BadRows
     counts: dict[str, float] = field(default_factory=dict)
+    controls: Controls = field(default_factory=dict)
 
     def is_due(self, interval: int, step: int) -> bool:
         """Return True after every `interval` steps and after the last one; False if `interval` is
@@ -93,7 +96,8 @@ def find_usable_rows(
         counts["data/text_only_rows"] = len(train.text_only)
     if data.max_images_per_message or data.max_images_per_sample:
         counts["data/dropped_images"] = sum(row.dropped_images for row in facts.values())
-    return DatasetPlan(sampler, list(val_answers), answers, total_steps, bad_rows, counts)
+    controls = plan_controls(config, results["val"])
+    return DatasetPlan(sampler, list(val_answers), answers, total_steps, bad_rows, counts, controls)
 
 
 def check_rows(

@@ -42,6 +42,7 @@ class RunState:
         sampler: position of the `EpochSampler`.
         open: groups that were requested and are not trained, each the fields of an `OpenGroup`.
         accuracies: val/accuracy by step.
+        first_shares: of the first validation with vision controls (`seeing.gains`).
         validating: the step's validation has not ended.
         bad_steps: steps in a row up to this one whose gradient was not finite.
         metrics: those of this step. A checkpoint is written before its step is logged, and a crash
@@ -52,6 +53,7 @@ class RunState:
     sampler: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
     open: Sequence[Sequence[int]] = ()
     accuracies: dict[int, float] = field(default_factory=dict)
+    first_shares: dict[int, list[float]] = field(default_factory=dict)
     validating: bool = False
     bad_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -69,7 +71,11 @@ class RunState:
             }
         )
         # JSON's keys are strings.
-        return replace(state, accuracies={int(step): x for step, x in state.accuracies.items()})
+        return replace(
+            state,
+            accuracies={int(step): x for step, x in state.accuracies.items()},
+            first_shares={int(row): x for row, x in state.first_shares.items()},
+        )
 
     def content(self, timings: dict[str, float]) -> dict[str, Any]:
         """Return the content of `controller.json`, with the step's seconds so far among the
@@ -110,7 +116,7 @@ def train(
     saver = Saver(runner, home, learner, log, start)
     state = resume(config, saver.newest, pool, learner, data, gpu, scheduler, log)
     guard = MismatchGuard(config, learner, log)
-    validator = Validator(config, pool, data, log, state.accuracies)
+    validator = Validator(config, pool, data, log, state.accuracies, state.first_shares)
     try:
         if state.validating or (state.step == 0 and runner.val_before_train):
             state.metrics |= validator.begin(state.step)

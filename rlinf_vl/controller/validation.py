@@ -3,7 +3,7 @@ waits for a validation; with the others it runs beside the next step's training,
 stay as they are until it has ended."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors, count_bad_rows
@@ -11,8 +11,16 @@ from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.protocols import Pool
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.tasks import make_tasks, store_only
+from rlinf_vl.controller.vision_controls import ControlRun
 from rlinf_vl.observe.metrics import env_metrics, part_metrics
+from rlinf_vl.observe.seeing import (
+    control_counts,
+    first_shares,
+    right_shares,
+    seeing_metrics,
+)
 from rlinf_vl.rollout.submission import Submission
+from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +39,24 @@ class Validator:
         data: DatasetPlan,
         log: RunLog,
         accuracies: dict[int, float],
+        first_shares: dict[int, list[float]] | None = None,
     ) -> None:
-        """`accuracies` gets the accuracy of each validation, by step."""
+        """
+        Args:
+            accuracies: gets the accuracy of each validation, by step.
+            first_shares: as `first` in `seeing.gains`; filled by the first validation if empty.
+        """
         self._config = config
         self._pool = pool
         self._data = data
         self._log = log
         self._accuracies = accuracies
+        self._first_shares = {} if first_shares is None else first_shares
         self._step = 0
-        #: The groups of the validation that is running, the numbers of those that are recorded, and
-        #: the metrics of its step, if that has ended.
+        #: The groups of the validation that is running, its vision controls, the numbers of the
+        #: groups that are recorded, and the metrics of its step, if that has ended.
         self._submission: Submission | None = None
+        self._controls: ControlRun | None = None
         self._recorded: list[int] = []
         self._step_metrics: Mapping[str, float] = {}
 
@@ -65,6 +80,8 @@ class Validator:
         tasks = make_tasks("val", self._data.val_rows, 1, runner.seed, step)
         self._recorded = self._log.recorder.choose("val", step, len(tasks))
         self._submission = self._pool.submit(store_only(tasks, self._recorded))
+        # Behind the questions as they are, whose batches stay what they would be without.
+        self._controls = ControlRun(self._pool, tasks, self._data.controls)
         # After the last step there is no training beside which the validation could run.
         waits = not runner.generates_ahead or step == self._data.total_steps
         return self._end(self._submission) if waits else {}
@@ -95,16 +112,18 @@ class Validator:
 
     def close(self) -> None:
         """Abandon the validation that is running."""
-        if self._submission is not None:
-            self._submission.close()
-            self._submission = None
+        for running in (self._submission, self._controls):
+            if running is not None:
+                running.close()
+        self._submission = self._controls = None
 
     def _end(self, submission: Submission) -> dict[str, float]:
         """Wait for the groups, and return their metrics."""
         log, step = self._log, self._step
         with log.timed("validate"):
             results = submission.results()
-        self._submission = None
+            controls = {} if self._controls is None else self._controls.results()
+        self._submission = self._controls = None
         summaries = [summary for summary, _ in results]
         groups = [group for _, group in results]
         # What it returns is not released: groups that are not recorded were not stored.
@@ -127,11 +146,38 @@ class Validator:
             n_errors,
         )
         other_metrics = env_metrics(summaries) | part_metrics(summaries)
-        return {"val/" + name: value for name, value in other_metrics.items()} | {
-            "val/accuracy": accuracy,
-            "val/accuracy_answered": n_right / max(1, n_problems - n_errors),
-            "val/problems": n_problems,
-            "val/errors": n_errors,
-            "val/ungradable": sum(t.ungradable for t in trajectories),
-            "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
+        return (
+            self._seeing(summaries, controls)
+            | {"val/" + name: value for name, value in other_metrics.items()}
+            | {
+                "val/accuracy": accuracy,
+                "val/accuracy_answered": n_right / max(1, n_problems - n_errors),
+                "val/problems": n_problems,
+                "val/errors": n_errors,
+                "val/ungradable": sum(t.ungradable for t in trajectories),
+                "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
+            }
+        )
+
+    def _seeing(
+        self, summaries: Sequence[GroupSummary], controls: Mapping[str, Mapping[int, GroupSummary]]
+    ) -> dict[str, float]:
+        """Return the metrics of the vision controls, if there are any."""
+        if not controls:
+            return {}
+        true = right_shares(self._data.val_rows, summaries)
+        by_control = {
+            kind: right_shares(list(by_row), list(by_row.values()))
+            for kind, by_row in controls.items()
         }
+        if "blank" in by_control and not self._first_shares:
+            self._first_shares |= first_shares(true, by_control["blank"])
+        counts = control_counts(s for by_row in controls.values() for s in by_row.values())
+        if n_env_images := counts["val/control_env_images"]:
+            logger.warning(
+                "step %d: data.vision_controls: environments showed %d images of their own, which "
+                "no control replaces",
+                self._step,
+                n_env_images,
+            )
+        return seeing_metrics(true, by_control, self._first_shares) | counts

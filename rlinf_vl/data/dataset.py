@@ -15,6 +15,7 @@ from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.rows import at_path, row_to_problem
 from rlinf_vl.data.sources import Source, open_source
 from rlinf_vl.data.unusable import BadRow, RowError, kind_and_reason
+from rlinf_vl.data.vision_controls import ImageFacts
 from rlinf_vl.types import Problem
 
 _DEFAULT = RowFormat()
@@ -26,6 +27,7 @@ class RowFacts(NamedTuple):
     source: int = 0  # index of its entry in data.train_data_paths
     level: float = 0.0  # its value in the column data.curriculum_key
     dropped_images: int = 0  # the number of its images beyond the limits
+    images: tuple[ImageFacts, ...] = ()  # of a validation row
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,10 @@ class ProblemDataset:
                             check_pixels(image)
                         self._decodable.add(image.hash)
                 result.kept[i] = problem.answer
-                result.facts[i] = RowFacts(k, level, problem.dropped_images)
+                images: tuple[ImageFacts, ...] = ()
+                if self.split == "val":
+                    images = tuple(map(ImageFacts.of, problem.images))
+                result.facts[i] = RowFacts(k, level, problem.dropped_images, images)
             # Readers, chat templates and tokenizers raise errors of many types.
             except Exception as e:
                 kind, reason = kind_and_reason(e)

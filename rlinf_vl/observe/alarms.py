@@ -34,6 +34,8 @@ FLAT_KL, FLAT_GROWTH = 0.05, 2.0
 TIED = 0.9
 #: Mean |rollout - train logprob| in nats, and its growth since the first steps.
 MISMATCH, MISMATCH_GROWTH = 0.05, 3.0
+#: Standard errors from which a gain in validation counts as one.
+SURE_ERRORS = 2.0
 
 
 @dataclass
@@ -162,6 +164,27 @@ def _reward_free(h: History) -> str | None:
     return None
 
 
+def _not_seen(h: History) -> str | None:
+    validated = [row for row in h.rows if row.get("val/gain_seen_stderr") is not None]
+    if not validated or not h.rewarded:
+        return None
+    newest = validated[-1]
+    seen, seen_error = newest["val/gain_seen"], newest["val/gain_seen_stderr"]
+    guessed, guessed_error = newest["val/gain_guessed"], newest["val/gain_guessed_stderr"]
+    # Where both rise, the one may be sure a validation before the other: what may be seen must be
+    # less than what is guessed. A small validation shows neither, so silence proves nothing.
+    is_guessed = guessed > SURE_ERRORS * guessed_error
+    may_be_seen = seen + SURE_ERRORS * seen_error
+    if not is_guessed or seen > SURE_ERRORS * seen_error or may_be_seen > guessed:
+        return None
+    return (
+        f"the reward went from {h.first('reward/mean'):.2f} to {h.last('reward/mean'):.2f}, and "
+        f"at the validation of step {newest['step']:.0f} the gain without the image is "
+        f"{guessed:+.3f} ± {guessed_error:.3f}, and what needs the image {seen:+.3f} ± "
+        f"{seen_error:.3f}"
+    )
+
+
 def _groups_tied(h: History) -> str | None:
     if h.groups is None or h.learned:
         return None
@@ -244,6 +267,13 @@ ALARMS: tuple[Alarm, ...] = (
         from_start=True,
     ),
     Alarm(
+        "not_seen",
+        _not_seen,
+        "read answers of the newest steps beside their questions (report.html): something in the "
+        "question's words gives the answer away; take such rows out, reword them, or filter those "
+        "that are answered without an image",
+    ),
+    Alarm(
         "entropy_collapse",
         _entropy_collapse,
         "lower actor.optim.lr, raise algorithm.clip_ratio_high, or set a small "
@@ -319,8 +349,8 @@ class Alarms:
         has all that hold, by kind."""
         if "reward/mean" not in metrics:
             return []
-        self._history.add(metrics)
         self._step += 1
+        self._history.add({"step": self._step} | dict(metrics))
         judged = [alarm for alarm in ALARMS if alarm.from_start or self._history.compares]
         verdicts = {alarm.kind: alarm.judge(self._history) for alarm in judged}
         self.active = {kind: verdict for kind, verdict in verdicts.items() if verdict is not None}

@@ -224,6 +224,9 @@ class GroupSampler:
                 for task, problem in zip(tasks, problems, strict=True)
                 if task.group_id not in batch.cancelled
             ]
+            by_problem = {
+                task.group_id: problem for task, problem in pairs if isinstance(problem, Problem)
+            }
             env_names = {
                 self.make_env.name_of(problem)
                 for _, problem in pairs
@@ -260,7 +263,10 @@ class GroupSampler:
                 # A cancelled play has no group, and nobody waits for one.
                 groups = [play.result() for play in finished if not play.cancelled()]
                 if groups:
-                    yield [self._stored(group, by_group[group.id]) for group in groups]
+                    yield [
+                        self._stored(group, by_group[group.id], by_problem.get(group.id))
+                        for group in groups
+                    ]
         finally:
             # Groups are unfinished here if the engine died or the batch was abandoned.
             self.open_batches.remove(batch)
@@ -273,7 +279,7 @@ class GroupSampler:
         for batch in self.open_batches:
             batch.cancel(group_ids)
 
-    def _stored(self, group: Group, task: Task) -> StoredGroup:
+    def _stored(self, group: Group, task: Task, problem: Problem | None) -> StoredGroup:
         """Summarize a group, and put it into the object store unless only the summary is wanted.
 
         The summary includes the engine's busy seconds, elapsed seconds and prefilled tokens since
@@ -290,6 +296,10 @@ class GroupSampler:
             prefilled_tokens=self.prefilled_tokens - total_before,
             hung_calls=self.player.hung,
         )
+        if task.control is not None and problem is not None:
+            row_images = {image.hash for image in problem.images}
+            n_env_images = sum(image.hash not in row_images for image, _ in group.images)
+            summary = replace(summary, env_images=n_env_images)
         return StoredGroup(summary, reference)
 
     async def _play(
@@ -341,7 +351,9 @@ class GroupSampler:
         try:
             # Chooses among the wordings of a question; validation always asks the same one.
             draw = task.group_seed if task.split == "train" else 0
-            return self.datasets[task.split].problem(task.row, draw)
+            dataset = self.datasets[task.split]
+            problem = dataset.problem(task.row, draw)
+            return problem if task.control is None else task.control(problem, dataset.problem)
         except Exception as error:
             return error
 

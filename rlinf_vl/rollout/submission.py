@@ -6,6 +6,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from rlinf_vl.data.corruption import Corruption
+from rlinf_vl.data.vision_controls import VisionControl
 
 #: Limit on the seconds between two calls of `check` by a thread that waits for groups.
 CHECK_S = 0.5
@@ -23,6 +24,7 @@ class Task:
         fault: why the row must not be answered; "" if it may.
         corruption: how images are corrupted for some of the samples, with `group_seed` as the
             seed; None for no corruption.
+        control: how the row's images are replaced for every sample; None: they are not.
         summary_only: whether only the group's summary is wanted. The group is then not stored, and
             its reference is None.
     """
@@ -35,6 +37,7 @@ class Task:
     group_seed: int = 0
     fault: str = ""
     corruption: Corruption | None = None
+    control: VisionControl | None = None
     summary_only: bool = False
 
 

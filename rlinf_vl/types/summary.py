@@ -87,6 +87,8 @@ class GroupSummary:
     engine_seconds: tuple[float, float] = (0.0, 0.0)
     prefilled_tokens: int = 0  # by the worker's engine, since the worker's last group
     hung_calls: int = 0  # environment calls hanging in the worker when the group was finished
+    #: Under a vision control, images that its trajectories saw beside the row's replaced ones.
+    env_images: int = 0
     #: Number of sampled tokens by the version of the weights that sampled them.
     version_tokens: dict[int, int] = field(default_factory=dict)
 

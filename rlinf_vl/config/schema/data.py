@@ -118,6 +118,14 @@ class DataConfig:
     blank_images: bool = False
     """Diagnostic: replace every image, and every frame of a video, by a blank one of its size. What
     is still learned is not seen."""
+    vision_controls: list[str] = key([], ("blank", "swapped", "cropped"))
+    """Ask each validation question again: blank: without its image's content; swapped: with another
+    question's image; cropped: with part of it hidden. val/accuracy_<control>, and with blank the
+    split of the gain into seen and guessed."""
+    vision_hidden_share: float = key(
+        0.5, Limit("lie between 0 and 1, both excluded", lambda x: 0 < x < 1)
+    )
+    """Share of each image's area that the control `cropped` hides behind a grey rectangle."""
     image_hosts: list[str] = field(default_factory=list)
     """Hosts that images and videos given as http(s) URLs are fetched from, redirects included, by name without
     port; each is kept in the cache folder (RLINF_VL_CACHE) from then on. [] fetches nothing: such a

@@ -11,7 +11,8 @@ function drawCharts({ runs, charts, phases, own_rewards: ownRewards }) {
   const measured = new Set(runs.flatMap((run) => Object.keys(run.metrics)).map((name) => name.match(/^(?:val\/)?env\/(.+)/s)?.[1]).filter(Boolean));
   const about = "What the environment measures: mean over the episodes that gave it.";
   charts = [...charts, ...partCharts(runs, ownRewards), ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
-  const shown = ["val/accuracy_error", "val/problems", ...charts.flatMap((spec) => Object.keys(spec.lines))];
+  const lines = charts.flatMap((spec) => Object.keys(spec.lines));
+  const shown = ["val/accuracy_error", "val/problems", ...lines, ...lines.map((name) => `${name}_stderr`)];
   const drawn = charts.map((spec) => [spec, linesOf(spec, runs)]).filter(([, lines]) => lines.length);
   const isFolded = ([spec, lines]) => !spec.always && isConstant(lines);
   const figures = drawn.filter((entry) => !isFolded(entry)).map(([spec, lines]) => chart(spec, lines));
@@ -105,7 +106,7 @@ function linesOf(spec, runs) {
   const lines = runs.flatMap((run, r) =>
     Object.entries(spec.lines).map(([metric, text], m) => ({
       label: label(run, text), color: several ? r : m, dash: several ? m : 0,
-      at: points(run, metric), errors: points(run, `${metric}_error`),
+      at: points(run, metric), errors: points(run, run.metrics[`${metric}_stderr`] ? `${metric}_stderr` : `${metric}_error`),
     })));
   const drawn = lines.filter((line) => [...line.at.values()].some((value) => value !== null));
   if (spec.above !== undefined && !drawn.some((line) => [...line.at.values()].some((value) => value > spec.above))) return [];

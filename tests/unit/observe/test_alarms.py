@@ -225,3 +225,35 @@ def test_the_line_and_the_event_say_it(tmp_path: Path, caplog: pytest.LogCapture
         and "dynamic_sampling" in event["message"]
         and event["step"] > 20 + WINDOW
     )
+
+
+def validated(seen, guessed, error=0.03, reward=0.8):
+    """A run whose reward rises, with a validation every fifth step."""
+    rows = ending(**{"reward/mean": reward})
+    for step, row in enumerate(rows, 1):
+        if step % 5 == 0:
+            share = min(1.0, max(0.0, (step - 20) / 20))
+            row |= {"val/gain_seen": share * seen, "val/gain_guessed": share * guessed}
+            row |= {"val/gain_seen_stderr": error, "val/gain_guessed_stderr": error}
+    return rows
+
+
+def test_a_reward_that_rises_by_guessing_is_told():
+    alarms = Alarms(GROUPS)
+    found = [message for row in validated(0.01, 0.4) for _, message in alarms.check(row)]
+    assert len(found) == 1
+    assert "validation of step 25 the gain without the image is +0.100 ± 0.030" in found[0]
+    assert "needs the image +0.003 ± 0.030" in found[0]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        validated(0.4, 0.0),
+        validated(0.2, 0.3),  # both: it looks, too
+        validated(0.0, 0.4, error=0.25),  # too few questions to know
+        validated(0.0, 0.4, reward=0.3),  # the reward has not risen
+    ],
+)
+def test_it_is_told_of_no_other_run(rows):
+    assert "not_seen" not in {kind for _, kind in told(rows)}

@@ -1,0 +1,108 @@
+"""The split of a validation's gain into *seen* and *guessed*, with standard errors.
+
+For question q let a be the share of right answers with its image and b that with a blank one. With
+the gains Δa and Δb since the first validation,
+
+    Δa = (Δa − Δb) + Δb = seen + guessed:
+
+the part of the gain that needs the image, and the part that comes without it. Each is a mean over
+questions of one number a question, and its standard error is s / √N over questions, whose n answers
+are one cluster (Miller 2024, "Adding Error Bars to Evals", section 2.2). Differences are formed
+within a question, so its difficulty cancels.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rlinf_vl.observe.evaluation import mean_and_error
+from rlinf_vl.types import GroupSummary
+
+#: The accuracy under each control.
+ACCURACY_METRICS = {
+    "blank": "val/accuracy_blank",
+    "swapped": "val/accuracy_swapped",
+    "cropped": "val/accuracy_cropped",
+}
+#: Metrics of each figure and of its standard error.
+SPLIT_METRICS = {
+    "seen now": ("val/seen", "val/seen_stderr"),
+    "gain": ("val/gain", "val/gain_stderr"),
+    "seen": ("val/gain_seen", "val/gain_seen_stderr"),
+    "guessed": ("val/gain_guessed", "val/gain_guessed_stderr"),
+}
+#: Share of right answers by row.
+Shares = Mapping[int, float]
+
+
+def right_shares(rows: Sequence[int], summaries: Sequence[GroupSummary]) -> dict[int, float]:
+    """Return the share of right answers to each row; a failed answer is a wrong one."""
+    shares = {}
+    for row, summary in zip(rows, summaries, strict=True):
+        n_right = sum(t.correct for t in summary.trajectories)
+        shares[row] = n_right / len(summary.trajectories)
+    return shares
+
+
+def seen_share(true: Shares, blank: Shares) -> dict[str, float | int | None]:
+    """Return the mean of a − b over the questions with both, as `mean_and_error`."""
+    return mean_and_error([true[row] - blank[row] for row in blank])
+
+
+def gains(
+    first: Mapping[int, Sequence[float]], true: Shares, blank: Shares
+) -> dict[str, dict[str, float | int | None]]:
+    """Return `gain`, `seen` and `guessed` since the first validation, as `mean_and_error`.
+
+    Args:
+        first: row → (a, b) of the first validation. Rows that one of them lacks are left out.
+    """
+    rows = [row for row in blank if row in first]
+    guessed = [blank[row] - first[row][1] for row in rows]
+    gain = [true[row] - first[row][0] for row in rows]
+    seen = [g - without for g, without in zip(gain, guessed, strict=True)]
+    return {
+        "gain": mean_and_error(gain),
+        "seen": mean_and_error(seen),
+        "guessed": mean_and_error(guessed),
+    }
+
+
+def seeing_metrics(
+    true: Shares,
+    by_control: Mapping[str, Shares],
+    first: Mapping[int, Sequence[float]],
+) -> dict[str, float]:
+    """Return `val/accuracy_<control>`, and with the control `blank` the split of the gain.
+
+    Args:
+        true: of the questions with their images.
+        by_control: kind of control → the same questions, or some of them.
+        first: as in `gains`.
+    """
+    metrics: dict[str, float] = {}
+    for kind, metric in ACCURACY_METRICS.items():
+        if shares := by_control.get(kind):
+            metrics[metric] = sum(shares.values()) / len(shares)
+    if blank := by_control.get("blank"):
+        figures = {"seen now": seen_share(true, blank)} | gains(first, true, blank)
+        for name, (mean_metric, error_metric) in SPLIT_METRICS.items():
+            mean, error = figures[name]["mean"], figures[name]["standard_error"]
+            if mean is not None:
+                metrics[mean_metric] = mean
+            if error is not None:
+                metrics[error_metric] = error
+    return metrics
+
+
+def first_shares(true: Shares, blank: Shares) -> dict[int, list[float]]:
+    """Return row → [a, b], what `gains` takes as the first validation."""
+    return {row: [true[row], share] for row, share in blank.items()}
+
+
+def control_counts(summaries: Iterable[GroupSummary]) -> dict[str, int]:
+    """Return `val/control_errors`: failed answers; and `val/control_env_images`: images that
+    environments drew themselves, which no control hides."""
+    groups = list(summaries)
+    return {
+        "val/control_errors": sum(t.error is not None for s in groups for t in s.trajectories),
+        "val/control_env_images": sum(s.env_images for s in groups),
+    }
