@@ -6,7 +6,7 @@ nothing trains; `write` writes the copy, in any thread, while training goes on.
 
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import IOBase
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from rlinf_vl.actor.staging_arena import ArenaStager
@@ -183,26 +184,57 @@ def load(folder: str, rank: int, policy: nn.Module, optimizer: torch.optim.Optim
             torch.cuda.set_rng_state(states["cuda"])
 
 
+class WeightReader:
+    """Reads weights of a checkpoint by name, without process groups. Exports use it.
+
+    Attributes:
+        names: of the weights that the checkpoint has.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._reader = _ReaderOfOneCheckpoint(folder)
+        stored = self._reader.read_metadata().state_dict_metadata
+        self.names = {
+            n.removeprefix("model.model.") for n in stored if n.startswith("model.model.")
+        }
+
+    def read(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite these tensors, each by the weight of its name.
+
+        Raises:
+            OSError: the weights are damaged, or another model's.
+        """
+        state = {"model": {f"model.{name}": value for name, value in weights.items()}}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+                dcp.load(state, storage_reader=self._reader, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
+        except CheckpointException as error:  # as in `write`
+            reason = next(str(reason) for reason, _ in error.failures.values())
+            raise OSError(f"{self._folder}: {reason}") from None
+
+
+class _ReaderOfOneCheckpoint(FsspecReader):
+    """A reader that reads the metadata once, however often weights are read."""
+
+    _read_metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._read_metadata is None:
+            self._read_metadata = super().read_metadata(*args, **kwargs)
+        return self._read_metadata
+
+
 def load_weights_only(folder: str, model: nn.Module) -> None:
     """Read the weights of a checkpoint into a transformers model, without process groups.
 
-    Exports use it. Weights below adapters stay as they are where the checkpoint lacks them.
+    Weights below adapters stay as they are where the checkpoint lacks them.
 
     Raises:
         OSError: the weights are damaged, or another model's.
     """
-    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    reader, weights = WeightReader(folder), model.state_dict()
     if any(map(is_adapter, weights)):
-        saved = FsspecReader(folder).read_metadata().state_dict_metadata
-        weights = {
-            n: value for n, value in weights.items() if is_adapter(n) or f"model.{n}" in saved
-        }
-    state = {"model": weights}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-            dcp.load(state, storage_reader=FsspecReader(folder), no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
-    except CheckpointException as error:  # as in `write`
-        raise OSError(
-            f"{folder}: {next(str(reason) for reason, _ in error.failures.values())}"
-        ) from None
+        weights = {n: value for n, value in weights.items() if is_adapter(n) or n in reader.names}
+    reader.read(weights)

@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints: transformers models with our attention, and what they train."""
+"""Reading checkpoints: transformers models with our attention, and what they train."""
 
 import re
 import shutil
@@ -144,18 +144,16 @@ def float32_in_checkpoint(path: str | Path) -> set[str]:
     return stored if len(stored) < len(dtypes) else set()
 
 
-def carried_weights(path: str | Path, family: Family) -> dict[str, torch.Tensor]:
-    """Read the weights of a checkpoint that the model lacks and an export keeps.
+def carried_weights(path: str | Path, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a checkpoint that the model lacks and an export keeps.
 
     Their names begin as `Family.carried_weights` says.
     """
-    carried = dict[str, torch.Tensor]()
     for file in _weight_files(path) if family.carried_weights else ():
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118
                 if name.startswith(family.carried_weights):
-                    carried[name] = weights.get_tensor(name)
-    return carried
+                    yield name, weights.get_tensor(name)
 
 
 def _weight_files(path: str | Path) -> list[Path]:
@@ -234,33 +232,6 @@ def mixtures(model: nn.Module, family: Family) -> list[Any]:
     """Return the modules of mixtures of experts, by layer."""
     layers = family.layers()
     return [m for m in model.modules() if layers.get(type(m).__name__) is mixture_forward]
-
-
-def save_model(
-    model: PreTrainedModel,
-    family: Family,
-    folder: Path,
-    carried: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """Write weights and config in HF format, as both transformers and SGLang load it.
-
-    Names and layouts are those of `Family.engine_names`. `carried` are further weights, written as
-    they are (`carried_weights`). transformers recognises layouts by their shape, so a square matrix
-    stays in its own layout: SGLang would read that transposed.
-    """
-    weights = dict(carried or {})
-    for name, weight in model.named_parameters():
-        for engine_name, value in family.engine_names(name, weight.detach()):
-            weights[engine_name] = weight.detach() if value.shape == weight.shape else value
-    weights |= saved_buffers(model)
-    for engine_name, keys in family.engine_config(model.config).items():
-        getattr(model.config, engine_name).update(keys)
-    model.save_pretrained(
-        folder, state_dict=weights, save_original_format=family.exports_original_format
-    )
-    mode = (folder / "config.json").stat().st_mode
-    for file in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
-        file.chmod(mode)
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

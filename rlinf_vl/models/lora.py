@@ -306,12 +306,23 @@ def merge_adapters(model: PreTrainedModel) -> None:
             layer.base_layer = plain
         else:
             weight.data = with_adapter(weight.data, layer).to(weight.dtype)
+    remove_wrappers(model)
+
+
+def remove_wrappers(model: PreTrainedModel) -> dict[str, Any]:
+    """Put the modules that peft has wrapped in the wrappers' places.
+
+    Returns:
+        peft's modules by the name that the adapted parameter then has.
+    """
+    layers = adapters(model)
     # A module with several adapted parameters has wrappers within wrappers: replace the outer one.
     wrappers = set(layers.values())
     for path, module in list(model.named_modules()):
         if module in wrappers and ".base_layer" not in path:
             wrapper: Any = module
             model.set_submodule(path, wrapper.get_base_layer())
+    return {unwrapped_name(name): layer for name, layer in layers.items()}
 
 
 def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 
 from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.loading import checkpoint_blocks, freeze, save_model
+from rlinf_vl.models.loading import checkpoint_blocks, freeze
 from rlinf_vl.models.lora import AdapterError, is_adapter, train_parts
 from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.packing.collator import Member as PackedTrajectory

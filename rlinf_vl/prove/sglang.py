@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from rlinf_vl.models.loading import save_model
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.prove.member import Member
 from rlinf_vl.prove.problems import SIZES, answered, random_request
 from rlinf_vl.prove.reference import logprobs_of, pixels_of

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.families import family_at
-from rlinf_vl.models.loading import save_model
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.toy import files
 from rlinf_vl.toy.task import Toy
 from rlinf_vl.toy.tile_models import TILE_MODELS

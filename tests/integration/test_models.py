@@ -34,7 +34,7 @@ from trained_step import trained_step
 from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import FAMILIES
-from rlinf_vl.models.loading import save_model
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.packing.collator import Collator, Member
 from rlinf_vl.types import SamplingParams
 

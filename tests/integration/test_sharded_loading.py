@@ -14,7 +14,7 @@ from tiny import MEMBERS, tiny_config, tiny_model
 from torch.distributed.tensor import DTensor
 
 from rlinf_vl.models.families import FAMILIES
-from rlinf_vl.models.loading import save_model
+from rlinf_vl.models.saving import save_model
 
 #: ranks, ranks that share the weights
 MESHES = {"2 ranks": (2, 2), "2 copies on 4 ranks": (4, 2), "3 ranks, uneven": (3, 3)}

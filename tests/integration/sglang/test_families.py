@@ -14,8 +14,9 @@ from sglang_toy import Toy, engine_of, write_member
 from tiny import tiny_model
 
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import save_model, use_packed_attention
+from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.toy.files import write_toy_files
 

@@ -64,7 +64,8 @@ from rlinf_vl.config.keys import config_keys
 from rlinf_vl.controller.export import copy_processor_files
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
-from rlinf_vl.models.loading import load_model, save_model, vocab_size
+from rlinf_vl.models.loading import load_model, vocab_size
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.packing.collator import Collator, Member

@@ -10,7 +10,8 @@ from tiny import group, tiny_collator, tiny_model, tiny_policy, tiny_trainer, tr
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.config.schema import ActorConfig
 from rlinf_vl.models.families import FAMILIES
-from rlinf_vl.models.loading import cast_model, float32_in_checkpoint, load_model, save_model
+from rlinf_vl.models.loading import cast_model, float32_in_checkpoint, load_model
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.packing.collator import Member
 
 HYBRIDS = [name for name, family in FAMILIES.items() if family.float32_weights]

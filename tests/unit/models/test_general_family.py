@@ -24,9 +24,10 @@ from rlinf_vl.models import tiles
 from rlinf_vl.models.certificates import Certificate, not_proven
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.image_tokens import ImageTokens, counted_positions
-from rlinf_vl.models.loading import freeze, load_model, part_of, save_model, switch_dropout_off
+from rlinf_vl.models.loading import freeze, load_model, part_of, switch_dropout_off
 from rlinf_vl.models.policy import encode_images, trains_images
 from rlinf_vl.models.processing import Processor
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.prove.member import member_of
 from rlinf_vl.prove.proofs import Proofs

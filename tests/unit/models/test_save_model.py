@@ -10,10 +10,10 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.models.loading import (
     copy_processor_files,
-    save_model,
     stored_as_in_memory,
     weight_shapes,
 )
+from rlinf_vl.models.saving import save_model
 from rlinf_vl.toy.files import write_toy_files
 from tests.tiny import tiny_model
 
