@@ -82,9 +82,12 @@ def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     from rlinf_vl.preflight.inputs import RULES, packages_missing
     from rlinf_vl.runtime.evaluation import evaluation_config
 
+    overrides = list(arguments.overrides)
+    if arguments.vision_controls:
+        overrides.append(f"data.vision_controls=[{arguments.vision_controls}]")
     config, checkpoint = evaluation_config(
         arguments.config,
-        arguments.overrides,
+        overrides,
         arguments.samples,
         (packages_missing, *RULES),
         arguments.trust_run_code,

@@ -138,6 +138,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="COLUMN",
         help="a table by this column of the data; may be repeated",
     )
+    argument(
+        "--vision-controls",
+        metavar="KINDS",
+        help="ask each question again: with a blank image, another's, or one partly hidden "
+        "(blank,swapped,cropped)",
+    )
     argument(OPTION, action="store_true", help=f"{trust_help}, beyond what this config says itself")
 
     # Make and export models.

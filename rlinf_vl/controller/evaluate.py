@@ -19,11 +19,13 @@ from rlinf_vl.controller.remote_writer import RemoteWriter
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.schedules import SCHEDULES
 from rlinf_vl.controller.tasks import make_tasks, store_only
+from rlinf_vl.controller.vision_controls import ControlRun, plan_controls
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sources import open_source
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.progress import RunProgress
+from rlinf_vl.observe.seeing import control_figures, right_shares, shares_by_control
 from rlinf_vl.rollout.env_makers import pays_row_answers
 from rlinf_vl.rollout.pool import RolloutPool
 from rlinf_vl.rollout.submission import Task
@@ -133,12 +135,14 @@ def evaluate(
         n = pool.start()["val"]
         n = n if config.data.val_samples < 0 else min(config.data.val_samples, n)
         bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
-        answers = check_rows(config, "val", n, pool, bad_rows, progress).kept
+        checked = check_rows(config, "val", n, pool, bad_rows, progress)
+        answers, controls = checked.kept, plan_controls(config, checked)
         log.open(0, 0, {})
         if pays_row_answers(config):
             write_baselines(run_dir, Counter(map(str.strip, answers.values())))
         rows = list(answers)
-        summaries = answer_tasks(pool, log, make_tasks("val", rows, samples, config.runner.seed, 0))
+        tasks = make_tasks("val", rows, samples, config.runner.seed, 0)
+        summaries = answer_tasks(pool, log, tasks)
         check_errors(summaries, log)
         bad_rows.add_failed("val", summaries, 0)
         # Rows that can't be used have no summary, and so no place in the tables.
@@ -147,6 +151,13 @@ def evaluate(
             values_by_column[name] = [values[row] for row in rows]
         figures = subject | evaluation(summaries, samples, values_by_column)
         figures["bad_rows"] = bad_rows.counts()["val"]
+        if controls:
+            progress.phase("evaluating under vision controls")
+            control_run = ControlRun(pool, tasks, controls)
+            stack.callback(control_run.close)
+            figures["vision_controls"] = control_figures(
+                right_shares(rows, summaries), shares_by_control(control_run.results())
+            )
         with write_aside(run_dir / "eval.json") as file:
             file.write_text(
                 json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

@@ -18,6 +18,7 @@ from rlinf_vl.observe.seeing import (
     first_shares,
     right_shares,
     seeing_metrics,
+    shares_by_control,
 )
 from rlinf_vl.rollout.submission import Submission
 from rlinf_vl.types import GroupSummary
@@ -166,10 +167,7 @@ class Validator:
         if not controls:
             return {}
         true = right_shares(self._data.val_rows, summaries)
-        by_control = {
-            kind: right_shares(list(by_row), list(by_row.values()))
-            for kind, by_row in controls.items()
-        }
+        by_control = shares_by_control(controls)
         if "blank" in by_control and not self._first_shares:
             self._first_shares |= first_shares(true, by_control["blank"])
         counts = control_counts(s for by_row in controls.values() for s in by_row.values())

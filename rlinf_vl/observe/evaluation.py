@@ -160,6 +160,9 @@ def render(evaluated: Mapping[str, Any]) -> str:
             for n, f in evaluated["by_turns"].items()
         ]
         tables.append([["turns", "trajectories", "right"], *turns])
+    if controls := evaluated.get("vision_controls"):
+        rows = [[kind, str(f["problems"]), _plus_minus(f)] for kind, f in controls.items()]
+        tables.append([["vision control", "problems", "right"], *rows])
     for title, name in (("the environment's", "env"), ("parts of the reward", "reward_parts")):
         if evaluated[name]:
             tables.append(

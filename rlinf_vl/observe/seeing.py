@@ -12,6 +12,7 @@ within a question, so its difficulty cancels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rlinf_vl.observe.evaluation import mean_and_error
 from rlinf_vl.types import GroupSummary
@@ -40,6 +41,28 @@ def right_shares(rows: Sequence[int], summaries: Sequence[GroupSummary]) -> dict
         n_right = sum(t.correct for t in summary.trajectories)
         shares[row] = n_right / len(summary.trajectories)
     return shares
+
+
+def shares_by_control(
+    summaries: Mapping[str, Mapping[int, GroupSummary]],
+) -> dict[str, dict[int, float]]:
+    """Return `right_shares` of each control, from its summaries by row."""
+    shares = {}
+    for kind, by_row in summaries.items():
+        shares[kind] = right_shares(list(by_row), list(by_row.values()))
+    return shares
+
+
+def control_figures(true: Shares, by_control: Mapping[str, Shares]) -> dict[str, Any]:
+    """Return the accuracy of the questions with images as they are and under each control, and
+    with `blank` the part that is seen; each as `mean_and_error`."""
+    asked = {row: true[row] for shares in by_control.values() for row in shares}
+    figures = {"as it is": mean_and_error(list(asked.values()))}
+    for kind, shares in by_control.items():
+        figures[kind] = mean_and_error(list(shares.values()))
+    if blank := by_control.get("blank"):
+        figures["seen"] = seen_share(true, blank)
+    return figures
 
 
 def seen_share(true: Shares, blank: Shares) -> dict[str, float | int | None]:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rlinf_vl.observe.seeing import first_shares, gains, seeing_metrics
+from rlinf_vl.observe.evaluation import evaluation, render
+from rlinf_vl.observe.seeing import control_figures, first_shares, gains, seeing_metrics
 
 
 def test_the_split_by_hand():
@@ -65,3 +66,20 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
     for name, hits in covered.items():
         # 95 % of them, within four of its standard deviations.
         assert hits / repetitions == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 400) ** 0.5), name
+
+
+def test_the_table_of_an_evaluation():
+    """Rows without an image have no control, and no part in the accuracy beside it."""
+    true = {0: 1.0, 1: 0.5, 2: 0.0}
+    figures = control_figures(true, {"blank": {0: 0.5, 1: 0.5}, "swapped": {0: 0.0, 1: 0.0}})
+    assert {kind: figure["mean"] for kind, figure in figures.items()} == {
+        "as it is": 0.75,
+        "blank": 0.5,
+        "swapped": 0.0,
+        "seen": 0.25,
+    }
+    # Of 0.5 and 0: s = 0.3536, over two questions.
+    assert figures["seen"]["standard_error"] == pytest.approx(0.25)
+    evaluated = evaluation([], 1, {}) | {"vision_controls": figures}
+    lines = render(evaluated).splitlines()
+    assert "| seen           |        2 | 0.250 ± 0.250 |" in lines
