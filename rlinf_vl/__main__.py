@@ -220,6 +220,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
 
             return prove_family(arguments)
         case "doctor":
+            if arguments.smoke:
+                from rlinf_vl.smoke.main import main as smoke
+
+                return smoke(arguments)
             from rlinf_vl.preflight import doctor
 
             return doctor.main(arguments)

@@ -121,6 +121,31 @@ class Rank:
     def score(self, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:
         return self.trainer.score(self.groups, mini)
 
+    def score_at(
+        self, minibatch: Sequence[RankMiniBatch], temperature: float
+    ) -> list[tuple[int, int, float, float]]:
+        """Score as if samples had been drawn at another temperature; `minibatch[share]`."""
+        policy = self.trainer.policy
+        former, policy.temperature = policy.temperature, temperature
+        try:
+            return self.score(minibatch[self.trainer.mesh.data_rank])
+        finally:
+            policy.temperature = former
+
+    def fingerprint(self) -> int:
+        """Return the fingerprint of this rank's part of the weights and of the optimizer's
+        state."""
+        from torch.distributed.tensor import DTensor
+
+        from rlinf_vl.weights.buckets import fingerprint
+
+        states = [self.trainer.optimizer.state.get(p, {}) for p in self.trainer.policy.parameters()]
+        values = [value for state in states for _, value in sorted(state.items())]
+        tensors = (
+            x.detach() for x in (*self.trainer.policy.parameters(), *values) if torch.is_tensor(x)
+        )
+        return fingerprint(x.to_local() if isinstance(x, DTensor) else x for x in tensors)
+
     def total_loss(self, mini: RankMiniBatch) -> tuple[float, int]:
         total = self.trainer.total_loss(self.groups, mini)
         self.groups = {}

@@ -342,6 +342,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     argument = verb("doctor", "report what this machine has and what a config needs")
     _config_and_overrides(argument, nargs="?", config_help="; without one, the machine alone")
+    argument(
+        "--smoke",
+        action="store_true",
+        help="run each part of the config once here, with random weights of its model's shape",
+    )
+    argument(
+        "--limit",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="for --smoke: the time that it has (default 180)",
+    )
+    argument("--json", type=Path, metavar="FILE", help="for --smoke: write the results there, too")
 
     argument = verb(
         "preflight", "estimate the memory that a config takes of each GPU; needs no GPU"

@@ -244,7 +244,7 @@ def update(
     step: int,
     batch: Rollout,
     config: Config,
-    pool: Pool,
+    pool: GroupStores,
     learner: Learner,
     log: RunLog,
     on_start: Callable[[], None],

@@ -23,14 +23,24 @@ def gpu_memory() -> tuple[int, ...] | None:
     """
     if os.path.exists("/dev/kfd"):
         return None
+    return tuple(total for total, _ in _memory())
+
+
+def used_gpu_memory() -> tuple[int, ...]:
+    """Return the bytes of each GPU of `gpu_memory` that are used, by whichever process."""
+    return tuple(used for _, used in _memory())
+
+
+def _memory() -> list[tuple[int, int]]:
+    """Return (total, used) bytes of each GPU."""
     count, handle = ctypes.c_uint(0), ctypes.c_void_p()
     memory = (ctypes.c_ulonglong * 3)()  # total, free, used
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return ()
+            return []
     except OSError:
-        return ()
+        return []
     n_gpus, visible = count.value, os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         n_gpus = min(
@@ -40,5 +50,5 @@ def gpu_memory() -> tuple[int, ...] | None:
     for i in range(n_gpus):
         nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle))
         nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-        sizes.append(memory[0])
-    return tuple(sizes)
+        sizes.append((memory[0], memory[2]))
+    return sizes

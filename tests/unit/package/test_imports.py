@@ -42,6 +42,9 @@ ROOMS = {
     "prove": {
         "actor", "config", "controller", "data", "engines", "models", "observe", "packing", "rollout", "transport",
     },
+    "smoke": {
+        "actor", "config", "controller", "local", "models", "observe", "preflight", "rollout", "runtime", "toy",
+    },
     "report": {"config", "observe", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "weights",

@@ -1,0 +1,1 @@
+"""`doctor CONFIG --smoke`: each part of a run once, on this machine, with random weights."""
