@@ -19,6 +19,7 @@ from rlinf_vl.config.overrides import ONE_RUN
 from rlinf_vl.config.systems import SYSTEMS
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import nearest
+from rlinf_vl.preflight.gpu_kinds import GPU_KINDS
 from rlinf_vl.runtime.run_code import OPTION
 
 COMMAND = "rlinf-vl"
@@ -369,6 +370,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="as printed on the card (default 80)",
     )
     argument("--nodes", type=int, default=1, help="machines (default 1)")
+    argument("--gpu-kind", choices=GPU_KINDS, help="default: the usual kind of that size")
+    argument(
+        "--search", action="store_true", help="look for the fastest layouts that fit, all keys"
+    )
+    argument(
+        "--host-memory", type=float, metavar="GIB", help="of a machine (default 128 for each GPU)"
+    )
+    argument("--prompt-tokens", type=float, help="mean of a prompt, images included")
+    argument("--image-tokens", type=float, help="mean of a prompt's images")
+    argument("--response-tokens", type=float, help="mean of a response")
+    argument("--longest-response", type=float, help="the longest response of a step")
 
     # Write configs and code.
     argument = verb(

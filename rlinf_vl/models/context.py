@@ -151,7 +151,7 @@ class ContextAttention:
 
 
 @cache
-def _kv_heads_by_rank(heads: int, kv_heads: int, size: int) -> tuple[int, ...]:
+def kv_heads_by_rank(heads: int, kv_heads: int, size: int) -> tuple[int, ...]:
     """Return the key heads that each rank needs for its query heads, rank after rank.
 
     Each entry serves an equal number of consecutive query heads of the rank.
@@ -167,8 +167,8 @@ def _kv_heads_by_rank(heads: int, kv_heads: int, size: int) -> tuple[int, ...]:
 
 @cache
 def _kv_heads_on(heads: int, kv_heads: int, size: int, device: str) -> torch.Tensor:
-    """Return `_kv_heads_by_rank` on a device, int64: copied there once, and not for every layer."""
-    return torch.tensor(_kv_heads_by_rank(heads, kv_heads, size)).to(device)
+    """Return `kv_heads_by_rank` on a device, int64: copied there once, and not for every layer."""
+    return torch.tensor(kv_heads_by_rank(heads, kv_heads, size)).to(device)
 
 
 @cache
@@ -179,7 +179,7 @@ def _channels(
 
     The channels are int64 [C, n]: of queries, keys and values, in this order.
     """
-    keys = torch.tensor(_kv_heads_by_rank(value_heads, key_heads, size)).view(size, -1, 1)
+    keys = torch.tensor(kv_heads_by_rank(value_heads, key_heads, size)).view(size, -1, 1)
     # Channels lie in the order queries, keys, values.
     query_channels = (keys * key_dim + torch.arange(key_dim)).flatten(1)
     value_channels = torch.arange(value_heads * value_dim).view(size, -1) + 2 * key_heads * key_dim

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
-from rlinf_vl.config.placement import Placement, shares_slots
+from rlinf_vl.config.placement import MODES, Placement, shares_slots
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.preflight.ledger import GIB, Hardware, Ledger, ledger
-from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.model import Model, expert_parallel_size
 from rlinf_vl.weights import FALLBACK
 
 #: Sizes of cards in GB, as printed on them, that a search for hardware goes through.
@@ -44,7 +44,11 @@ class Change(NamedTuple):
         if isinstance(self.value, float):
             return f"{self.key}={self.value:g}"
         if isinstance(self.value, dict):
-            return f"{self.key}={next(iter(self.value.values()))}"
+            entries = ", ".join(f"{name}: {value}" for name, value in self.value.items())
+            is_mode = len(self.value) == 1 and next(iter(self.value.values())) in MODES
+            return f"{self.key}=" + (
+                next(iter(self.value.values())) if is_mode else f"{{{entries}}}"
+            )
         return f"{self.key}={self.value}"
 
 
@@ -90,7 +94,7 @@ class Advisor:
 
     def __init__(self, config: Config, model: Model) -> None:
         self.config = config
-        self._models = {_model_key(config): model}
+        self._models = {model_key(config): model}
         self._path = model.path
 
     def smallest_change(
@@ -114,7 +118,7 @@ class Advisor:
         """
         if fit := self._try(base, hardware, placement):
             return fit
-        base_config = _applied(self.config, base)
+        base_config = applied(self.config, base)
         useful_changes = [change for change in MEMORY_CHANGES if _lowers(base_config, change)]
         gpu_changes = [change for change in useful_changes if change.key != CPU_OFFLOAD]
         offload_changes = [change for change in useful_changes if change.key == CPU_OFFLOAD]
@@ -205,7 +209,7 @@ class Advisor:
 
     def _model(self, config: Config) -> Model:
         # Configs that differ in other keys share a model: its traces take seconds.
-        key = _model_key(config)
+        key = model_key(config)
         if key not in self._models:
             self._models[key] = Model(config, self._path)
         return self._models[key]
@@ -214,7 +218,7 @@ class Advisor:
         self, changes: Sequence[Change], hardware: Hardware, placement: Placement | None = None
     ) -> Ledger | None:
         """Return the ledger of the config with these changes; None where it is not valid."""
-        config = _applied(self.config, changes)
+        config = applied(self.config, changes)
         try:
             validate_config(config)
             return ledger(config, hardware, self._model(config), placement)
@@ -303,11 +307,12 @@ def _adapters(advisor: Advisor, hardware: Hardware, placement: Placement | None)
     return [f"or train adapters on what there is: {_how(fit)}"] if fit else []
 
 
-def _model_key(config: Config) -> tuple[object, ...]:
+def model_key(config: Config) -> tuple[object, ...]:
     """Return the keys that decide on a config's `Model`, among those that are changed here."""
     model = config.actor.model
     lora = (model.lora.quantization, *model.lora.exclude_modules) if model.is_lora else ()
-    return (config.actor.fsdp_config.gradient_checkpointing, model.is_lora, *lora)
+    experts_apart = expert_parallel_size(config) > 1
+    return (config.actor.fsdp_config.gradient_checkpointing, experts_apart, model.is_lora, *lora)
 
 
 def _by_size(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
@@ -320,7 +325,7 @@ def _value(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def _applied(config: Config, changes: Iterable[Change]) -> Config:
+def applied(config: Config, changes: Iterable[Change]) -> Config:
     """Return a copy with the changes; a budget without a value is the smallest."""
     changed = copy.deepcopy(config)
     for key, value in changes:

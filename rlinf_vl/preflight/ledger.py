@@ -17,13 +17,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rlinf_vl.config.placement import Placement, placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import WAKE_RESERVE_BYTES, release_tags
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import BITS
-from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.model import EXPERT_IMBALANCE, Model, expert_parallel_size
 from rlinf_vl.preflight.trace import Trace
 from rlinf_vl.weights.strategy import Site, Strategy, choose_strategy
 
@@ -56,6 +57,7 @@ PARTS = (
     "gradients",
     "gathered weights",
     "activations",
+    "expert exchange",
     "gradients in flight",
     "buckets in flight",
     "vision cache",
@@ -163,7 +165,9 @@ def ledger(
     engine_parts = _engine(config, model, hardware, tp)
     engine_weights = engine_parts.pop("engine weights")
     state = model.family.decode_state(model.shape)
-    per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / tp)
+    # Ranks of an engine that are more than the key heads have copies of them.
+    kv_ranks = min(tp, state.kv_heads)
+    per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / kv_ranks)
     per_row = math.ceil(state.row_bytes() / tp)
     share_base = hardware.gpu_bytes - engine_parts["engine contexts"]  # SGLang's share is of this
     other_bytes = sum(engine_parts.values()) + (
@@ -215,7 +219,7 @@ def ledger(
                 },
             )
         )
-    trace = model.step(config.runner.max_tokens_per_mbs)
+    trace = model.step(config.runner.max_tokens_per_mbs, config.actor.context_parallel_size)
     # States of fixed size, one for each running request, take their bytes first.
     kv_token_bytes = max(0, kv_bytes - config.rollout.max_running_requests * per_row)
     memory_ledger = Ledger(
@@ -250,16 +254,23 @@ def _rank(
     # AdamW's two moments, and the gradients, are float32.
     optimizer = {"optimizer": 8 * trained * on_device}
     sharded_gradients = 4 * trained * on_device
+    # Of experts a rank gathers those that are its own by expert parallelism.
+    expert = expert_parallel_size(config)
+    block = weights.block - _others(weights.block_experts, expert)
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched
     # ahead; the root stays whole.
-    blocks = 4 * max(weights.block, 0 if tower_frozen else weights.tower_unit)
+    blocks = 4 * max(block, 0 if tower_frozen else weights.tower_unit)
     gathered = (
-        weights.total - quantized - tower_frozen * weights.tower
+        weights.total - quantized - tower_frozen * weights.tower - _others(weights.experts, expert)
         if keeps_gathered
         else weights.root + blocks
     )
     if has_reference:
-        gathered += weights.total - weights.tower if keeps_gathered else weights.root + blocks
+        gathered += (
+            weights.total - weights.tower - _others(weights.experts, expert)
+            if keeps_gathered
+            else weights.root + blocks
+        )
     if teachers and keeps_gathered:
         gathered += sum(teacher.total for teacher in teachers)
     elif teachers:
@@ -271,13 +282,21 @@ def _rank(
         "gathered weights": compute * (gathered + max(weights.quantized, default=0)),
         # Where weights stay gathered, gradients add up whole, in the dtype they are reduced in,
         # until the last micro-batch.
-        "gradients": max(sharded_gradients, reduce * weights.trained)
+        "gradients": max(
+            sharded_gradients,
+            reduce * (weights.trained - _others(weights.trained_experts, expert)),
+        )
         if keeps_gathered
         else sharded_gradients,
         # A unit's own, and the buffer of its reduction.
-        "gradients in flight": (compute + reduce) * weights.unit_trained,
-        "activations": model.step(config.runner.max_tokens_per_mbs).peak,
+        "gradients in flight": (compute + reduce)
+        * (weights.unit_trained - _others(weights.block_trained_experts, expert)),
+        "activations": model.step(
+            config.runner.max_tokens_per_mbs, actor.context_parallel_size
+        ).peak,
     }
+    if expert > 1:
+        train["expert exchange"] = _exchanged(config, model, compute)
     images = {}
     if tower_frozen:
         tower = weights.tower if keeps_gathered else 4 * weights.tower_unit
@@ -311,6 +330,25 @@ def _rank(
         "train": _with_slack(training, train),
         "sync": _with_slack(process_parts | shards | cache | resident, sync),
     }
+
+
+def _others(experts: int, size: int) -> int:
+    """Return the elements of experts that belong to the other ranks of expert parallelism."""
+    return experts - math.ceil(experts / size)
+
+
+def _exchanged(config: Config, model: Model, itemsize: int) -> int:
+    """Return the bytes of a layer's exchange of tokens with other ranks' experts.
+
+    They are the rows sent and received, for as many experts as a token has, and in backward the
+    gradients of both. The received rows and what the experts make of them are in the trace as the
+    rows of the busiest rank.
+    """
+    mixture = model.family.mixture(model.shape)
+    assert mixture is not None
+    tokens = -(-config.runner.max_tokens_per_mbs // config.actor.context_parallel_size)
+    rows = tokens * mixture.top_k * (1 + EXPERT_IMBALANCE)
+    return int(2 * rows * model.shape.get_text_config().hidden_size * itemsize)
 
 
 def _with_slack(resident: Parts, passing: Parts) -> Parts:
@@ -398,8 +436,9 @@ def largest_budget(memory_ledger: Ledger, model: Model) -> int:
     budget, smallest_budget = runner.max_tokens_per_mbs, runner.seq_length
     second_budget = max(smallest_budget, budget // 2)
     budgets: list[int] = []
+    step = partial(model.step, context=memory_ledger.config.actor.context_parallel_size)
     for gpu in memory_ledger.gpus:
-        for phase, trace in (("images", model.images), ("train", model.step)):
+        for phase, trace in (("images", model.images), ("train", step)):
             parts = gpu.phases.get(phase, {})
             if not parts.get("activations"):
                 continue

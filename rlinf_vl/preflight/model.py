@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,25 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from rlinf_vl.actor.mesh import ONE_UNIT
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_at, family_of
-from rlinf_vl.models.family import Family
+from rlinf_vl.models.family import Family, submodules
 from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of, use_packed_attention
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
-from rlinf_vl.preflight.trace import Trace, pretend_cuda, trace_images, trace_step
+from rlinf_vl.preflight.trace import Trace, interpolated, pretend_cuda, trace_images, trace_step
 from rlinf_vl.user_code import is_code
 
 #: config.json of common hub models, with the keys that decide on memory.
 KNOWN: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("known_models.json").read_text()
 )
+#: Rows of the busiest rank's experts over those of the mean, with expert parallelism. Routers with a
+#: balance loss stay below it in most layers; `actor/expert_load` is the same of single experts.
+EXPERT_IMBALANCE = 1.25
 #: More tokens in a micro-batch are not traced: a trace's time grows with its tokens.
 MOST_TOKENS = 2**21
 
@@ -41,7 +46,10 @@ class Model:
         shape: transformers config; `shape_source`: where it is from.
         weights: numbers of its parameters.
         stored: bytes of each weight in a rank, but for adapters, which have 4, and quantized ones.
+        interpolates: whether `step` estimates traces from two of them, for a search over budgets.
     """
+
+    interpolates = False
 
     def __init__(self, config: Config, path: str | None = None) -> None:
         """Make the model on the meta device.
@@ -61,12 +69,13 @@ class Model:
             else family_at(self.shape, paths)
         )
         self._meta_model = meta_model(
-            self.shape,
+            _busiest(self.shape) if expert_parallel_size(config) > 1 else self.shape,
             self.family,
             DTYPES[fsdp.mixed_precision.param_dtype],
             frozen=config.actor.model.frozen_parts,
             checkpointing=fsdp.gradient_checkpointing,
             lora=config.actor.model.adapters,
+            router=not config.actor.model.freeze_router,
         )
         lora = config.actor.model.lora
         quantized = config.actor.model.is_lora and lora.quantization != "none"
@@ -87,17 +96,29 @@ class Model:
         ]
 
     @cache  # noqa: B019  # a model or two in a process
-    def step(self, tokens: int) -> Trace:
-        """Trace `trace_step` on CUDA for a rank's part of a row of `tokens`."""
+    def step(self, tokens: int, context: int | None = None) -> Trace:
+        """Trace `trace_step` on CUDA for a rank's part of a row of `tokens`.
+
+        `context`: ranks that share the row; None: as the config says.
+        """
         if tokens > MOST_TOKENS:
             raise ConfigError(
                 f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any "
                 "GPU holds; set it to 16384, or to what 'python -m rlinf_vl preflight' then says "
                 "is the largest that fits"
             )
+        rank_tokens = -(-tokens // (context or self._config.actor.context_parallel_size))
+        longest = self._config.runner.seq_length
+        if not self.interpolates:
+            return self._trace(rank_tokens)
+        # The longest sequence and four of them: memory and work are linear in tokens between.
+        low, high = (n * max(512, longest // 512 * 512) for n in (1, 4))
+        return interpolated(self._trace(low), self._trace(high), low, high, rank_tokens)
+
+    @cache  # noqa: B019
+    def _trace(self, rank_tokens: int) -> Trace:
         longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
         with pretend_cuda():
-            rank_tokens = -(-tokens // self._config.actor.context_parallel_size)
             return trace_step(
                 self._meta_model, self.family, rank_tokens, longest=longest, chunk=chunk
             )
@@ -105,10 +126,35 @@ class Model:
     @cache  # noqa: B019
     def images(self, tokens: int) -> Trace:
         """Trace `trace_images` on CUDA for `tokens`."""
+        if not self.interpolates:
+            return self._trace_images(tokens)
+        low, high = 2048, 8192
+        traces = self._trace_images(low), self._trace_images(high)
+        return interpolated(*traces, low, high, tokens)
+
+    @cache  # noqa: B019
+    def _trace_images(self, tokens: int) -> Trace:
         with pretend_cuda():
             return trace_images(
                 self._meta_model, self.family, tokens, self._config.data.max_prompt_length
             )
+
+
+def expert_parallel_size(config: Config) -> int:
+    """Return the number of ranks that share the experts."""
+    return getattr(config.actor.fsdp_config, "expert_parallel_size", 1)
+
+
+def _busiest(shape: PretrainedConfig) -> PretrainedConfig:
+    """Return a shape whose tokens go to more experts: as many as the busiest rank has rows for.
+
+    With expert parallelism a rank has the rows of all tokens that chose its experts, at times more
+    than its own tokens' number of them.
+    """
+    shape = copy.deepcopy(shape)
+    text = shape.get_text_config()
+    text.num_experts_per_tok = math.ceil(EXPERT_IMBALANCE * text.num_experts_per_tok)
+    return shape
 
 
 def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, str]:
@@ -151,19 +197,49 @@ def meta_model(
     frozen: Collection[str],
     checkpointing: bool,
     lora: LoraSettings | None = None,
+    router: bool = True,
 ) -> PreTrainedModel:
-    """Make the model as a rank computes it, on the meta device: shapes, and no memory."""
+    """Make the model as a rank computes it, on the meta device: shapes, and no memory.
+
+    `router`: whether the routers of mixtures are trained.
+    """
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = family.model_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = use_packed_attention(model, family).train()
-    train_parts(model, family, frozen, lora)
+    train_parts(model, family, frozen, lora, router=router)
     for weight in model.parameters():
         # Adapters, too, in the dtype in which FSDP gathers them.
         weight.data = weight.data.to(dtype)
     if checkpointing:
         checkpoint_blocks(model, family, use_reentrant=False)
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that FSDP2 gathers together.
+
+    Attributes:
+        part: "root", "text" or "tower".
+        shapes: (shape, whether it is trained, whether it is a weight of experts) of each.
+    """
+
+    part: str
+    shapes: tuple[tuple[tuple[int, ...], bool, bool], ...]
+
+    def padded(self, ranks: int, *, experts: bool, trained: bool = False) -> int:
+        """Return the elements that `ranks` ranks have together, with the padding of collectives.
+
+        Args:
+            experts: count the weights of experts; otherwise those of all else.
+            trained: count only those that are trained.
+        """
+        return sum(
+            ranks * math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+            for shape, is_trained, of_experts in self.shapes
+            if of_experts == experts and (is_trained or not trained)
+        )
 
 
 class Weights:
@@ -180,6 +256,9 @@ class Weights:
         root: of FSDP's root unit (embeddings, final norm, an untied head); `block`: of the largest
             text block; `tower_unit`: of the largest unit of the tower; `unit_trained`: the most
             that are trained in one unit.
+        experts: of the experts' weights; `trained_experts`: of those that are trained;
+            `block_experts` and `block_trained_experts`: of those of one text block.
+        units: the parameters by FSDP unit.
     """
 
     def __init__(
@@ -222,14 +301,64 @@ class Weights:
         self.root = unquantized - self.tower - sum(text_blocks)
         self.block = max(text_blocks)
         self.tower_unit = max([*vision_blocks, self.tower - sum(vision_blocks)])
+        self.units = _units(model, family, quantized_ids)
+        expert_weights = [
+            (unit.padded(1, experts=True), unit.padded(1, experts=True, trained=True))
+            for unit in self.units
+        ]
+        self.experts, self.trained_experts = (
+            sum(sizes) for sizes in zip(*expert_weights, strict=True)
+        )
+        self.block_experts, self.block_trained_experts = max(expert_weights)
 
     def shard(self, ranks: int, trained: bool = False) -> int:
         """Return the elements that rank 0 of `ranks` has.
 
-        FSDP2 cuts dimension 0, so the last rank's part may be shorter.
+        FSDP2 cuts dimension 0, so the last rank's part may be shorter. With expert parallelism the
+        same rank has as many: its experts are shared by fewer ranks.
         """
         shapes = [p.shape for p in self.parameters if p.requires_grad or not trained]
         return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
+
+    @cache  # noqa: B019
+    def padded(
+        self, part: str, ranks: int, kinds: tuple[bool, ...], *, trained: bool = False
+    ) -> tuple[int, int]:
+        """Return the units of a part that have such weights, and the elements of these weights.
+
+        Padding for `ranks` is included. `kinds`: whether weights are experts' (True), others', or
+        both.
+        """
+        sizes = [
+            sum(unit.padded(ranks, experts=experts, trained=trained) for experts in kinds)
+            for unit in self.units
+            if unit.part == part
+        ]
+        return sum(size > 0 for size in sizes), sum(sizes)
+
+
+def _units(model: nn.Module, family: Family, ignored: set[int]) -> tuple[Unit, ...]:
+    """Return the parameters by FSDP unit, as `Mesh.shard` makes them."""
+    has_mixture = family.mixture(getattr(model, "config", None)) is not None
+    experts = {
+        id(p)
+        for name, p in model.named_parameters()
+        if has_mixture and ".experts." in name and p.ndim == 3
+    }
+    counted = set(ignored)
+
+    def unit(part: str, module: nn.Module) -> Unit:
+        own = [p for p in module.parameters() if id(p) not in counted]
+        counted.update(map(id, own))
+        return Unit(part, tuple((tuple(p.shape), p.requires_grad, id(p) in experts) for p in own))
+
+    small = sum(p.numel() for p in model.parameters()) <= ONE_UNIT
+    tower = family.vision_tower
+    units = []
+    for path in () if small else family.fsdp_units:
+        part = "tower" if tower and f"{path}.".startswith(f"{tower}.") else "text"
+        units += [unit(part, module) for module in submodules(model, path)]
+    return (*units, unit("root", model))
 
 
 def _children(model: nn.Module, path: str | None) -> list[nn.Module]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rlinf_vl.config.load import load_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.preflight import layout_table
 from rlinf_vl.preflight.advice import advise
 from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, largest_budget, ledger
 from rlinf_vl.preflight.model import Model
@@ -97,6 +98,8 @@ def main(arguments: argparse.Namespace) -> int:
                 "80 --nodes 2"
             )
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
+    if arguments.search:
+        return layout_table.main(arguments, config, hardware)
     model = Model(config)
     memory_ledger = ledger(config, hardware, model)
     # What does not fit at all has no largest budget, and to look for one takes seconds.

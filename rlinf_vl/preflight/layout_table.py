@@ -1,0 +1,97 @@
+"""Print the layouts that a search has found: `preflight --search`."""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.preflight.decoding import Lengths
+from rlinf_vl.preflight.gpu_kinds import GPU_KINDS, GpuKind, kind_of_size
+from rlinf_vl.preflight.ledger import GIB, Hardware
+from rlinf_vl.preflight.rates import rates_of
+from rlinf_vl.preflight.search import Found, Search
+from rlinf_vl.preflight.step_time import PHASES, usual_lengths
+
+
+def render_layouts(
+    config: Config, hardware: Hardware, kind: GpuKind, lengths: Lengths, found: Found
+) -> str:
+    """Return the output of `preflight --search` as Markdown."""
+    name = config.runner.experiment_name
+    lines = [
+        f"{name} on {hardware} ({kind.name}): {len(found.layouts)} of {found.tried} layouts",
+        "",
+        f"Assumed: {lengths_text(lengths)}.",
+        "",
+    ]
+    if found.layouts:
+        columns = ["seconds", *PHASES, "tokens/s/GPU", "GPU GiB", "host GiB"]
+        lines += [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for number, layout in enumerate(found.layouts, 1):
+        peak = max(gpu.peak[0] for gpu in layout.ledger.gpus)
+        cells = [
+            f"{layout.time.total:.0f}",
+            *(f"{layout.time.phases[phase]:.1f}" for phase in PHASES),
+            f"{layout.time.tokens_per_slot:.0f}",
+            f"{peak / GIB:.1f}",
+            f"{layout.host_bytes / GIB:.0f}",
+        ]
+        lines.append(f"| {number} | {' | '.join(cells)} |")
+    lines += ["", *(f"{n}. `{x.overrides}`" for n, x in enumerate(found.layouts, 1)), ""]
+    for layout_name, problems in found.natural:
+        lines += [f"- {layout_name}, does not fit: {problem}" for problem in problems]
+    if not found.layouts:
+        lines.append("- no layout fits: take more or larger GPUs, or adapters")
+    return "\n".join(lines) + "\n"
+
+
+def lengths_text(lengths: Lengths) -> str:
+    """Return lengths in words."""
+    return (
+        f"prompts of {lengths.prompt:.0f} tokens, {lengths.images:.0f} of them images'; responses "
+        f"of {lengths.response:.0f}, the longest {lengths.longest:.0f}"
+    )
+
+
+def lengths_of(arguments: argparse.Namespace, config: Config) -> Lengths:
+    """Return the lengths that options name, and the usual ones for the others."""
+    usual = usual_lengths(config)
+    options = {
+        "prompt": arguments.prompt_tokens,
+        "images": arguments.image_tokens,
+        "response": arguments.response_tokens,
+        "longest": arguments.longest_response,
+    }
+    named = {key: value for key, value in options.items() if value is not None}
+    lengths = replace(usual, **named)
+    if not (0 <= lengths.images <= lengths.prompt and 0 < lengths.response <= lengths.longest):
+        raise ConfigError(
+            f"--prompt-tokens and the other lengths: {lengths_text(lengths)}; images' are at most "
+            "the prompt's, the mean at most the longest (--longest-response)"
+        )
+    return lengths
+
+
+def kind_of(arguments: argparse.Namespace) -> GpuKind:
+    """Return the kind of GPU that options name, or the usual one of its size."""
+    if arguments.gpu_kind is None:
+        return kind_of_size(arguments.gpu_memory)
+    return GPU_KINDS[arguments.gpu_kind]
+
+
+def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> int:
+    """Search layouts of the config; return 0 if any fits, 1 if none does."""
+    kind, lengths = kind_of(arguments), lengths_of(arguments, config)
+    host = arguments.host_memory
+    search = Search(
+        config,
+        hardware,
+        rates_of(kind),
+        lengths,
+        host_bytes=int(host * GIB) if host else None,
+        report=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    found = search.run()
+    sys.stdout.write(render_layouts(config, hardware, kind, lengths, found))
+    return 0 if found.layouts else 1

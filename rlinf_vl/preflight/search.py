@@ -1,0 +1,290 @@
+"""Search the layouts of a config that fit some machines, and rank them by their estimated step.
+
+A layout is a set of changes of keys that leave the algorithm alone: placement, engine, sharding,
+parallel sizes, recomputation, offloading and budget. Every layout is a config of its own, which
+`validate_config` accepts and whose ledger, on every GPU and in host memory, has no problem.
+
+The search is over products of the keys' values, pruned by what can only lose: rows are cut up
+(`context_parallel_size`) and optimizer states kept by the CPU (`cpu_offload`) only where nothing
+fits without. Memory in between is from traces of two budgets (`Model.interpolates`); the layouts
+that are reported are counted again from traces of their own.
+"""
+
+import itertools
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.schema import Config
+from rlinf_vl.config.validate import validate_config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.loading import DTYPES
+from rlinf_vl.preflight.advice import (
+    BUDGET,
+    ENGINE_SHARE,
+    Change,
+    applied,
+    min_budget,
+    model_key,
+)
+from rlinf_vl.preflight.decoding import Lengths
+from rlinf_vl.preflight.host_memory import host_memory
+from rlinf_vl.preflight.ledger import GIB, Hardware, Ledger, largest_budget, ledger
+from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.rates import Rates
+from rlinf_vl.preflight.step_time import StepTime, estimate_step
+
+PLACEMENT = "cluster.component_placement"
+TP = "rollout.tensor_parallel_size"
+EP = "actor.fsdp_config.expert_parallel_size"
+CP = "actor.context_parallel_size"
+STRATEGY = "actor.fsdp_config.strategy"
+RESHARD = "actor.fsdp_config.reshard_after_forward"
+CHECKPOINTING = "actor.fsdp_config.gradient_checkpointing"
+OFFLOAD = "actor.enable_offload"
+CPU_OFFLOAD = "actor.fsdp_config.cpu_offload"
+SHARE = "rollout.gpu_memory_utilization"
+#: GiB of host memory of a machine for each of its GPUs, where nothing else is said.
+HOST_GIB_PER_GPU = 128
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that fits.
+
+    Attributes:
+        changes: of the config.
+        time: the estimated step.
+        ledger: the memory of its GPUs; `host_bytes`: of the fullest machine.
+    """
+
+    changes: tuple[Change, ...]
+    config: Config
+    time: StepTime
+    ledger: Ledger
+    host_bytes: int
+
+    @property
+    def overrides(self) -> str:
+        """The changes as a command line has them, quoted for a shell."""
+        return " ".join(shlex.quote(str(change)) for change in self.changes)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        layouts: those that fit, the fastest first.
+        tried: number of layouts counted.
+        natural: (name, the problems of that natural layout), of those that fail.
+    """
+
+    layouts: tuple[Layout, ...]
+    tried: int
+    natural: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class Search:
+    """A search for layouts of one config on one kind of cluster."""
+
+    def __init__(
+        self,
+        config: Config,
+        hardware: Hardware,
+        rates: Rates,
+        lengths: Lengths,
+        *,
+        host_bytes: int | None = None,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Prepare the search.
+
+        Args:
+            host_bytes: memory of a machine; None: `HOST_GIB_PER_GPU` for each GPU.
+            report: is told what the search is doing.
+        """
+        self.config, self.hardware, self.rates, self.lengths = config, hardware, rates, lengths
+        self.host_bytes = host_bytes or HOST_GIB_PER_GPU * GIB * hardware.gpus
+        self.report = report
+        self.tried = 0
+        self._models: dict[tuple[object, ...], Model] = {}
+        # Changes are only those from the config, so that what is printed is short.
+        nodes = Change("cluster.num_nodes", hardware.nodes)
+        self._nodes = () if config.cluster.num_nodes == hardware.nodes else (nodes,)
+
+    def run(self, best: int = 5) -> Found:
+        """Return the `best` layouts, each with another placement or size of engines."""
+        natural = tuple(self._natural())
+        fitting: list[Layout] = []
+        # From what costs nothing to what costs most: rows cut up, then the CPU's optimizer.
+        for context, cpu_offload in ((1, False), (2, False), (4, False), (8, False), (1, True)):
+            candidates = list(self._candidates(context, cpu_offload))
+            self.report(
+                f"counting {len(candidates)} layouts with {CP}={context}"
+                + f" and {CPU_OFFLOAD}=true" * cpu_offload
+            )
+            for changes in candidates:
+                fitting += self._layouts(changes)
+            if fitting:
+                break
+        fitting.sort(key=lambda layout: layout.time.total)
+        layouts = tuple(itertools.islice(self._confirmed(fitting), best))
+        ranked = sorted(layouts, key=lambda layout: layout.time.total)
+        return Found(tuple(ranked), self.tried, natural)
+
+    def _natural(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the problems of the config's own layout, and of halves of the GPUs."""
+        names: dict[str, tuple[Change, ...]] = {
+            "as it is": (),
+            "split in halves": (Change(PLACEMENT, {"actor,rollout": "disaggregated"}),),
+        }
+        for name, changes in names.items():
+            try:
+                config = self._applied(changes)
+                problems = ledger(config, self.hardware, self._model(config)).problems
+            except (ConfigError, ValueError) as error:
+                problems = (str(error),)
+            if problems:
+                yield name, problems
+
+    def _candidates(self, context: int, cpu_offload: bool) -> Iterator[tuple[Change, ...]]:
+        """Yield the changes of each layout, but for its budget."""
+        recomputes = self.config.actor.fsdp_config.gradient_checkpointing
+        modes = (False, True) if isinstance(recomputes, bool) else ("none", "selective", "full")
+        strategies = ("fsdp2", "hsdp") if self.hardware.nodes > 1 else ("fsdp2",)
+        for placement, ranks, is_shared in self._placements():
+            if ranks % context:
+                continue
+            offloads = (False, True) if is_shared and not cpu_offload else (False,)
+            products = itertools.product(
+                self._engine_sizes(), strategies, self._expert_sizes(ranks), modes,
+                (True, False), offloads,
+            )  # fmt: skip
+            for size, strategy, experts, mode, reshard, offload in products:
+                yield (
+                    Change(PLACEMENT, placement),
+                    Change(TP, size),
+                    Change(STRATEGY, strategy),
+                    *([Change(EP, experts)] if experts else []),
+                    Change(CP, context),
+                    Change(CHECKPOINTING, mode),
+                    Change(RESHARD, reshard),
+                    Change(OFFLOAD, offload),
+                    Change(CPU_OFFLOAD, cpu_offload),
+                    Change(SHARE, "auto"),
+                )
+
+    def _placements(self) -> Iterator[tuple[dict[str, str], int, bool]]:
+        """Yield a placement, its number of ranks, and whether engines share their GPUs."""
+        gpus, nodes = self.hardware.gpus, self.hardware.nodes
+        # As a mode it can be pasted: a shell and Hydra would both take keys with commas apart.
+        yield {"actor,rollout": "collocated"}, gpus * nodes, True
+        if self.config.rollout.rollout_backend != "sglang" and gpus * nodes == 1:
+            return
+        whole, word = (nodes, "nodes ") if nodes > 1 else (gpus, "")
+        for share in (0.25, 0.5, 0.75):
+            actor = round(share * whole)
+            if 0 < actor < whole:
+                entries = (0, actor - 1), (actor, whole - 1)
+                a, b = (f"{x}-{y}" if x < y else str(x) for x, y in entries)
+                split = {"actor": word + a, "rollout": word + b}
+                yield split, actor * (gpus if nodes > 1 else 1), False
+
+    def _engine_sizes(self) -> list[int]:
+        """Return the numbers of GPUs of an engine: the least that hold its weights, and more."""
+        if self.config.rollout.rollout_backend != "sglang":
+            return [1]
+        itemsize = DTYPES[self.config.rollout.model.precision].itemsize
+        text = self._model(self.config).shape.get_text_config()
+        room = ENGINE_SHARE * self.hardware.usable
+        weight_bytes = itemsize * self._model(self.config).weights.total
+        sizes = [
+            size
+            for size in (1, 2, 4, 8)
+            if size <= self.hardware.gpus
+            and weight_bytes / size <= room
+            and text.num_attention_heads % size == 0
+        ]
+        return sizes[:3]
+
+    def _expert_sizes(self, ranks: int) -> list[int | None]:
+        """Return the sizes of expert parallelism; [None] for a model without experts."""
+        model = self._model(self.config)
+        mixture = model.family.mixture(model.shape)
+        if mixture is None or not hasattr(self.config.actor.fsdp_config, EP.rpartition(".")[2]):
+            return [None]
+        sizes = (1, 2, 4, 8, 16, 32, 64)
+        return [n for n in sizes if ranks % n == 0 and mixture.experts % n == 0]
+
+    def _layouts(self, changes: tuple[Change, ...]) -> Iterator[Layout]:
+        """Yield the layout of these changes with the largest budget that fits, if any does."""
+        smallest = Change(BUDGET, min_budget(self.config))
+        layout = self._counted((*changes, smallest), self._model, check=False)
+        if layout is None:
+            return
+        budget = largest_budget(layout.ledger, self._model(layout.config))
+        if budget > smallest.value:
+            layout = self._counted((*changes, Change(BUDGET, budget)), self._model) or layout
+        yield layout
+
+    def _counted(
+        self,
+        changes: tuple[Change, ...],
+        model_of: Callable[[Config], Model],
+        *,
+        check: bool = True,
+    ) -> Layout | None:
+        """Return the layout of these changes; None if it does not fit, or is not valid."""
+        self.tried += 1
+        try:
+            config = self._applied(changes)
+            if check:
+                validate_config(config)
+            nodes = (self.hardware.gpus,) * self.hardware.nodes
+            placement = placement_of(config, nodes)
+            model = model_of(config)
+            memory = ledger(config, self.hardware, model, placement)
+        except (ConfigError, ValueError):
+            return None
+        parts = host_memory(config, model, placement, self.hardware.gpu_bytes)
+        if memory.problems or sum(parts.values()) > self.host_bytes:
+            return None
+        time = estimate_step(config, model, placement, self.rates, self.lengths, memory.kv_tokens)
+        return Layout(changes, config, time, memory, sum(parts.values()))
+
+    def _confirmed(self, fitting: Sequence[Layout]) -> Iterator[Layout]:
+        """Yield the first layout of each placement and size of engines, counted exactly."""
+        exact: dict[tuple[object, ...], Model] = {}
+
+        def model_of(config: Config) -> Model:
+            key = model_key(config)
+            if key not in exact:
+                exact[key] = Model(config)
+            return exact[key]
+
+        kinds = set()
+        for layout in fitting:
+            kind = str([change for change in layout.changes if change.key in (PLACEMENT, TP)])
+            if kind in kinds:
+                continue
+            self.report(f"tracing {layout.overrides}")
+            confirmed = self._counted(layout.changes, model_of)
+            if confirmed is None:  # the line through two traces was a little below the third
+                smaller = Change(BUDGET, int(0.9 * layout.changes[-1].value) // 512 * 512)
+                confirmed = self._counted((*layout.changes[:-1], smaller), model_of)
+            if confirmed is not None:
+                kinds.add(kind)
+                yield confirmed
+
+    def _applied(self, changes: Sequence[Change]) -> Config:
+        return applied(self.config, [*self._nodes, *changes])
+
+    def _model(self, config: Config) -> Model:
+        """Return the config's model, with estimated traces."""
+        key = model_key(config)
+        if key not in self._models:
+            self._models[key] = model = Model(config)
+            model.interpolates = True
+        return self._models[key]

@@ -1,0 +1,65 @@
+"""The search for layouts: what it finds fits, what it prints can be pasted, and it is ranked."""
+
+import shlex
+
+import pytest
+from tiny import tiny_config
+
+from rlinf_vl.__main__ import main
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.preflight.gpu_kinds import kind_of_size
+from rlinf_vl.preflight.ledger import Hardware, ledger
+from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.rates import rates_of
+from rlinf_vl.preflight.search import Search
+from rlinf_vl.preflight.step_time import usual_lengths
+
+FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
+MIXTURE = [
+    "rollout.model.model_path=Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "rollout.model.model_type=auto",
+]
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    """A small mixture of the true structure."""
+    folder = tmp_path_factory.mktemp("mixture")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "head_dim": 64}
+    tiny_config("qwen3_vl_moe", text=sizes).save_pretrained(folder)
+    return [f"rollout.model.model_path={folder}", "rollout.model.model_type=auto"]
+
+
+def found_on(hardware, overrides, **options):
+    config = parse_config(FLAGSHIP, overrides)
+    search = Search(config, hardware, rates_of(kind_of_size(80)), usual_lengths(config), **options)
+    return search.run(best=2)
+
+
+def test_what_is_found_fits_and_can_be_pasted(overrides):
+    hardware = Hardware.named(2, 80)
+    found = found_on(hardware, overrides)
+    assert found.layouts and not found.natural and found.tried > 10
+    seconds = [layout.time.total for layout in found.layouts]
+    assert seconds == sorted(seconds)
+    for layout in found.layouts:
+        config = parse_config(FLAGSHIP, [*overrides, *shlex.split(layout.overrides)])
+        memory = ledger(config, hardware, Model(config))
+        assert not memory.problems and memory.share == layout.ledger.share
+
+
+def test_host_memory_bounds_what_is_found(overrides):
+    assert not found_on(Hardware.named(1, 80), overrides, host_bytes=2**30).layouts
+
+
+@pytest.mark.slow
+def test_the_verb_finds_a_mixtures_layouts_and_says_why_natural_ones_fail(capsys):
+    assert main(["preflight", FLAGSHIP, "--gpus", "8", "--search", *MIXTURE]) == 0
+    printed = capsys.readouterr().out
+    assert "(h100)" in printed and "1. `" in printed
+    assert "as it is, does not fit: generate needs" in printed
+
+
+def test_lengths_that_contradict_each_other_are_refused(capsys):
+    assert main(["preflight", FLAGSHIP, "--search", "--response-tokens", "9999"]) == 2
+    assert "--longest-response" in capsys.readouterr().err

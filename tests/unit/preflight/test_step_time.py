@@ -1,0 +1,129 @@
+"""The estimate of a step: its closed forms, and what may only make it longer or shorter."""
+
+import pytest
+from tiny import tiny_config
+
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.placement import placement_of
+from rlinf_vl.models.shapes import Mixture
+from rlinf_vl.preflight.decoding import (
+    EngineShape,
+    Lengths,
+    generate_seconds,
+    running_at_once,
+    step_seconds,
+)
+from rlinf_vl.preflight.gpu_kinds import GPU_KINDS, kind_of_size
+from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.rates import rates_of
+from rlinf_vl.preflight.step_time import PHASES, estimate_step, usual_lengths
+from rlinf_vl.preflight.traffic import Exchange, Grid
+
+FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
+H100 = rates_of(GPU_KINDS["h100"])
+DENSE = EngineShape(28, 2048, 2, 1_720_000_000, 0, None, 28 * 2 * 8 * 128 * 2)
+MIXED = EngineShape(48, 2048, 2, 10**9, 29 * 10**9, Mixture(tuple(range(48)), 128, 8), 98304)
+
+
+def test_lengths_have_their_mean_and_longest():
+    for mean, longest in ((500, 2048), (1024, 2048), (2000, 2048)):
+        lengths = Lengths(100, 0, mean, longest).quantiles(4000)
+        assert lengths.mean() == pytest.approx(mean, rel=0.01)
+        assert longest * 0.9 < lengths.max() <= longest
+        assert (lengths[1:] >= lengths[:-1]).all()
+
+
+def test_a_step_of_decoding_reads_weights_and_keys():
+    """Twice the bytes beside what a step takes anyway, in twice the time; two GPUs read half each."""
+    fixed = H100.decode_step_s + 28 * H100.decode_layer_s + 8 * H100.decode_row_s
+    short, long = (step_seconds(DENSE, H100, 1, 8, context) - fixed for context in (0, 10**5))
+    assert short == pytest.approx(2 * DENSE.dense / H100.decode_memory)
+    assert long - short == pytest.approx(8 * 10**5 * DENSE.kv_token / H100.decode_memory)
+    # One token reads its eight experts, many tokens all of them.
+    assert MIXED.weight_bytes(1) == pytest.approx(2 * MIXED.active)
+    assert MIXED.weight_bytes(10**4) == pytest.approx(2 * (MIXED.dense + MIXED.experts))
+    assert step_seconds(MIXED, H100, 2, 64, 0) < step_seconds(MIXED, H100, 1, 64, 0)
+
+
+def test_equal_responses_take_as_many_steps_as_they_have_tokens():
+    shape = EngineShape(2, 64, 2, 10**6, 0, None, 0)
+    lengths = Lengths(0.0, 0.0, 100.0, 100.0)
+    common = dict(gpus=1, group_size=8, lengths=lengths)
+    at_once = generate_seconds(shape, H100, groups=4, slots=32, **common)
+    in_two = generate_seconds(shape, H100, groups=4, slots=16, **common)
+    assert at_once == pytest.approx(100 * step_seconds(shape, H100, 1, 32, 50) + 4 * H100.group_s)
+    assert in_two == pytest.approx(200 * step_seconds(shape, H100, 1, 16, 50) + 4 * H100.group_s)
+
+
+def test_the_cache_bounds_what_runs():
+    lengths = Lengths(800, 400, 1000, 2000)
+    assert running_at_once(256, 10**7, lengths, 8) == 256
+    assert running_at_once(256, 16000, lengths, 8) == 10  # prompts are shared by eight
+    assert running_at_once(256, 0, lengths, 8) == 1
+
+
+def test_groups_of_ranks_cross_nodes_by_their_stride():
+    grid = Grid(16, 16, context=2, expert=4, per_node=8)
+    assert not Exchange("all-to-all", 4, 1, 1, 1).crosses_nodes(grid)
+    assert Exchange("all-gather", 4, 4, 1, 1).crosses_nodes(grid)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    folder = tmp_path_factory.mktemp("tiny")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "head_dim": 128}
+    tiny_config(text=sizes).save_pretrained(folder)
+    return Model(parse_config(FLAGSHIP), str(folder))
+
+
+def estimated(model, *overrides, gpus=8, nodes=1, kv_tokens=500_000):
+    config = parse_config(FLAGSHIP, overrides)
+    placement = placement_of(config, (gpus,) * nodes)
+    return estimate_step(config, model, placement, H100, usual_lengths(config), kv_tokens)
+
+
+def test_what_makes_a_step_longer(model):
+    plain = estimated(model)
+    assert set(plain.phases) == set(PHASES) and min(plain.phases.values()) >= 0
+    assert plain.total == pytest.approx(sum(plain.phases.values()) + plain.other)
+    more = estimated(model, nodes=2)
+    assert more.phases["generate"] < plain.phases["generate"]
+    assert more.total < plain.total < 2 * more.total
+    offloaded = estimated(model, "actor.enable_offload=true")
+    assert offloaded.phases["wake"] > plain.phases["wake"]
+    assert estimated(model, kv_tokens=20_000).phases["generate"] > plain.phases["generate"]
+    reference = estimated(model, "algorithm.kl_beta=0.01")
+    assert reference.phases["logprobs"] > 2 * plain.phases["logprobs"]
+    # Four mini-batches: the first starts from the weights that its own forward has.
+    always = estimated(model, "algorithm.recompute_logprobs='true'")
+    assert always.phases["logprobs"] == pytest.approx(4 / 3 * plain.phases["logprobs"])
+
+
+def test_schedules_ahead_hide_the_shorter_part(model):
+    split = "cluster.component_placement={actor: 0-3, rollout: 4-7}"
+    sync = estimated(model, split)
+    ahead = estimated(model, split, "runner.schedule=one_step_off")
+    train = sum(sync.phases[name] for name in ("images", "logprobs", "train"))
+    hidden = min(train, sync.phases["generate"])
+    assert sync.total - ahead.total == pytest.approx(hidden)
+
+
+def test_the_traces_work_is_that_of_the_products(model):
+    """Twice the multiply-adds of each weight and token forward, four times backward, and forward again in recomputation."""
+    tokens = 4096
+    trace = model.step(tokens)
+    weights = model.weights.trained  # the head's among them, which is the embedding as well
+    # Norms have no products.
+    assert trace.forward.products == pytest.approx(2 * weights * tokens, rel=0.01)
+    blocks = weights - model.weights.root
+    again = trace.work.products - 3 * trace.forward.products
+    # A part of the head, too, in whose chunks logits are made again.
+    assert 2 * blocks * tokens <= 1.01 * again <= 2 * weights * tokens
+    heads = 2 * 4 * 128
+    assert trace.forward.per_pair == 4 * heads
+    assert trace.work.per_pair == (4 + 4 + 10) * heads
+
+
+def test_kinds_go_by_size():
+    assert kind_of_size(80).name == "h100" and kind_of_size(141).name == "h200"
+    assert GPU_KINDS["h200"].memory > GPU_KINDS["h100"].memory
