@@ -5,9 +5,10 @@ parameters but a few are taken away, and transformers reads and converts those f
 nothing of the checkpoint is in memory.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +22,14 @@ from rlinf_vl.models.loading import load_model
 GROUP_BYTES = 2**28
 
 
+class RemovedParameter(NamedTuple):
+    """A parameter that was taken away, with its module and its name there."""
+
+    module: nn.Module
+    name: str
+    weight: nn.Parameter
+
+
 def load_skeleton(
     path: str | Path, family: Family, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -28,20 +37,21 @@ def load_skeleton(
 
     Buffers that checkpoints have are read; others are not computed.
     """
-    removed: list[tuple[nn.Module, str, nn.Parameter]] = []
+    removed: list[RemovedParameter] = []
 
     def remove(model: PreTrainedModel) -> None:
         # transformers ties weights only where the stored ones are equal, so these are read.
-        removed.extend(_keep(model, _tied(model)))
+        removed.extend(keep_parameters(model, _tied(model).__contains__))
 
     model = load_model(path, family, dtype, trust_remote_code=trust_remote_code, prepare=remove)
-    for module, name, weight in removed:
-        kept_dtype = torch.float32 if family.stays_float32(name) else dtype
-        empty = torch.empty(weight.shape, dtype=kept_dtype, device="meta")
-        module._parameters[name] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-    replace_parameters(
-        model, lambda _, weight: nn.Parameter(weight.data.to("meta"), weight.requires_grad)
-    )
+    restore_parameters(removed)
+
+    def on_meta(name: str, weight: nn.Parameter) -> nn.Parameter:
+        stored_dtype = torch.float32 if family.stays_float32(name) else dtype
+        empty = torch.empty(weight.shape, dtype=stored_dtype, device="meta")
+        return nn.Parameter(empty, requires_grad=weight.requires_grad)
+
+    replace_parameters(model, on_meta)
     return model
 
 
@@ -65,7 +75,7 @@ def load_weights(
         if tied.isdisjoint(names):
             model.all_tied_weights_keys = {}
             tied.clear()
-        _keep(model, tied.union(names))
+        keep_parameters(model, tied.union(names).__contains__)
 
     model = load_model(path, family, dtype, trust_remote_code=trust_remote_code, prepare=remove)
     return {name: model.get_parameter(name).detach() for name in names}
@@ -107,6 +117,33 @@ def replace_parameters(
             setattr(module, attribute, new)
 
 
+def keep_parameters(
+    model: PreTrainedModel, is_kept: Callable[[str], bool]
+) -> list[RemovedParameter]:
+    """Take the other parameters away from a model without weights, and return them."""
+    removed: list[RemovedParameter] = []
+    for path, module in model.named_modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if not is_kept(f"{path}.{name}" if path else name):
+                module._parameters[name] = None
+                removed.append(RemovedParameter(module, name, weight))
+    if removed:  # a weight that is not read is no mistake of the checkpoint
+        model._keys_to_ignore_on_load_unexpected = {""}
+    changed = {id(parameter.module) for parameter in removed}
+    for module in model.modules():
+        # transformers initialises what it has not read, by modules, which may do it for others
+        # inside of them.
+        if any(id(inner) in changed for inner in module.modules()):
+            module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
+    return removed
+
+
+def restore_parameters(removed: Sequence[RemovedParameter]) -> None:
+    """Give parameters back to their modules, without weights as they were."""
+    for module, name, weight in removed:
+        module._parameters[name] = weight
+
+
 def _block_of(name: str, family: Family) -> str:
     """Return the path of the block of layers that has a parameter; its own name outside of any."""
     for path in (family.text_blocks, family.vision_blocks):
@@ -119,27 +156,3 @@ def _block_of(name: str, family: Family) -> str:
 def _tied(model: PreTrainedModel) -> set[str]:
     """Return the names of parameters that a model without weights may tie to each other."""
     return {name for pair in model.all_tied_weights_keys.items() for name in pair}
-
-
-def _keep(
-    model: PreTrainedModel, names: Collection[str]
-) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Take all parameters but these away from a model without weights.
-
-    Return each with its module and its name there.
-    """
-    # A weight that is not read is no mistake of the checkpoint.
-    model._keys_to_ignore_on_load_unexpected = {""}
-    removed: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for path, module in model.named_modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            if (f"{path}.{name}" if path else name) not in names:
-                module._parameters[name] = None
-                removed.append((module, name, weight))
-    changed = {id(module) for module, *_ in removed}
-    for module in model.modules():
-        # transformers initialises what it has not read, by modules, which may do it for others
-        # inside of them.
-        if any(id(inner) in changed for inner in module.modules()):
-            module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
-    return removed

@@ -6,11 +6,12 @@ takes plain parameters: `load_shards` returns the model with weightless paramete
 beside it, and `put_in_place` gives them to the model once FSDP2 has sharded it.
 
 A weight that transformers computes of several stored ones, in a manner that mixes the rows of
-different ranks, is read whole, and its shard is cut out of it.
+different ranks, is read whole with its block of layers, and its shard is cut out of it before the
+next block is read.
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,16 @@ from transformers.core_model_loading import (
 )
 
 from rlinf_vl.models.family import Family
-from rlinf_vl.models.loading import load_model, stored_as_in_memory
+from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.lora import unwrapped_name
+from rlinf_vl.models.partial import (
+    RemovedParameter,
+    keep_parameters,
+    load_weights,
+    replace_parameters,
+    restore_parameters,
+    weight_groups,
+)
 
 #: By name, the weights of which this rank has the rows that FSDP2 gives it.
 Shards = dict[str, DTensor]
@@ -55,30 +64,49 @@ def load_shards(
     Raises:
         ValueError: as `load_model`.
     """
-    stays_whole = set[str]()
+    shards: Shards = {}
+    mixing: list[list[str]] = []
+    removed: list[RemovedParameter] = []
 
     def declare(model: PreTrainedModel) -> None:
-        stays_whole.update(_mixing_rows(model, path, family))
+        converted, mixing_names = _converted(model)
+        for names in weight_groups(model, family):
+            mixing.append([name for name in names if name in mixing_names])
+        removed.extend(keep_parameters(model, lambda name: name not in mixing_names))
 
         def declared(name: str, weight: nn.Parameter) -> nn.Parameter:
-            if name in stays_whole or family.stays_float32(name):
+            if family.stays_float32(name):
                 return weight
             return nn.Parameter(_sharded(weight, mesh), requires_grad=weight.requires_grad)
 
-        _replace(model, declared)
+        replace_parameters(model, declared)
+        # transformers tells by a parameter's shape whether to transpose what it has read, which
+        # has the rows of this rank only.
+        whole = model.get_parameter
+
+        def rows_of_converted(target: str) -> Any:
+            return _local(whole(target)) if target in converted else whole(target)
+
+        model.get_parameter = rows_of_converted
 
     model = load_model(path, family, dtype, trust_remote_code=trust_remote_code, prepare=declare)
-    shards: Shards = {}
+    del model.get_parameter  # the class has its own
+    restore_parameters(removed)
+    for names in filter(None, mixing):
+        weights = load_weights(path, family, dtype, names, trust_remote_code=trust_remote_code)
+        shards |= {name: _sharded(weights.pop(name), mesh) for name in names}
 
     def emptied(name: str, weight: nn.Parameter) -> nn.Parameter:
         if family.stays_float32(name):
             return nn.Parameter(weight.data.clone(), requires_grad=weight.requires_grad)
-        shard = weight.data
-        shards[name] = _with_memory(shard) if isinstance(shard, DTensor) else _sharded(shard, mesh)
-        empty = torch.empty((), dtype=weight.dtype).expand(weight.shape)
+        if name not in shards:
+            shard = weight.data
+            assert isinstance(shard, DTensor), f"{name} was read whole"
+            shards[name] = _with_memory(shard)
+        empty = torch.empty((), dtype=shards[name].dtype).expand(weight.shape)
         return nn.Parameter(empty, requires_grad=weight.requires_grad)
 
-    _replace(model, emptied)
+    replace_parameters(model, emptied)
     return model, shards
 
 
@@ -93,7 +121,7 @@ def drop_memory(model: nn.Module, shards: Collection[str]) -> None:
             return weight
         return nn.Parameter(weight.data.to("meta"), requires_grad=weight.requires_grad)
 
-    _replace(model, on_meta)
+    replace_parameters(model, on_meta)
 
 
 def put_in_place(model: nn.Module, shards: Shards, device: str) -> None:
@@ -106,40 +134,35 @@ def put_in_place(model: nn.Module, shards: Shards, device: str) -> None:
         value = _as_dtensor(shard.to_local().to(device), shard.shape, shard.device_mesh)
         return nn.Parameter(value, requires_grad=weight.requires_grad)
 
-    _replace(model, filled)
+    replace_parameters(model, filled)
     assert not shards, f"the model has no weight for {', '.join(sorted(shards))}"
 
 
-def _mixing_rows(model: PreTrainedModel, path: str | Path, family: Family) -> set[str]:
-    """Return the names of weights whose rows follow from more than the same stored rows.
+def _converted(model: PreTrainedModel) -> tuple[set[str], set[str]]:
+    """Return the names of weights that transformers makes of stored ones by operations; and of
+    those among them whose rows follow from more than the same stored rows.
 
-    transformers makes these of stored weights by operations. Exempt are experts, [experts, out,
-    in], that are stored one by one, side by side or transposed: a row is a whole expert.
+    Not among the latter are experts, [experts, out, in], that are stored one by one, side by side
+    or transposed: a row is a whole expert.
     """
-    converters = [
-        converter
-        for converter in get_model_conversion_mapping(model)
-        if isinstance(converter, WeightConverter)
-    ]
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    # transformers tells what to transpose by shapes, which those of shards are not.
-    transposes = not (converters and stored_as_in_memory(path, family, shapes))
-    mixing = set[str]()
-    for converter in converters:
-        keeps_experts = all(_keeps_experts(step, transposes) for step in converter.operations)
+    converted, mixing = set[str](), set[str]()
+    for converter in get_model_conversion_mapping(model):
+        if not isinstance(converter, WeightConverter):
+            continue
+        keeps_experts = all(map(_keeps_experts, converter.operations))
         # A converter's own matching is by the stored names.
         target = re.compile(
             "|".join(p.replace("*", ".*").replace(r"\1", ".*") for p in converter.target_patterns)
         )
-        mixing |= {
-            name
-            for name, shape in shapes.items()
-            if target.search(name) and not (keeps_experts and len(shape) == 3)
-        }
-    return mixing
+        for name, weight in model.named_parameters():
+            if target.search(name):
+                converted.add(name)
+                if not (keeps_experts and weight.ndim == 3):
+                    mixing.add(name)
+    return converted, mixing
 
 
-def _keeps_experts(operation: Any, transposes: bool) -> bool:
+def _keeps_experts(operation: Any) -> bool:
     """Return whether an operation on stacked experts leaves each one in its place."""
     match operation:
         case MergeModulelist():
@@ -147,8 +170,13 @@ def _keeps_experts(operation: Any, transposes: bool) -> bool:
         case Concatenate():
             return operation.dim != 0
         case Transpose():
-            return transposes and 0 not in (operation.dim0, operation.dim1)
+            return 0 not in (operation.dim0, operation.dim1)
     return False
+
+
+def _local(weight: nn.Parameter) -> Any:
+    """Return this rank's rows of a weight; the weight where all ranks have it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -175,22 +203,6 @@ def _as_dtensor(rows: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTen
 def _placements(mesh: DeviceMesh) -> list[Placement]:
     """Return FSDP2's: rows are sharded over the last dimension, and replicated over one before."""
     return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-
-
-def _replace(model: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    """Replace every parameter by that of `replacement(name, parameter)`, also where it is tied.
-
-    The memory of one is free before the next is replaced.
-    """
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            owners.setdefault(id(weight), []).append((module, name))
-    for name in [name for name, _ in model.named_parameters()]:
-        old = model.get_parameter(name)
-        new = replacement(name, old)
-        for module, attribute in owners[id(old)]:
-            setattr(module, attribute, new)
 
 
 def _with_memory(shard: DTensor) -> DTensor:

@@ -78,6 +78,35 @@ def test_rows_are_those_that_transformers_loads(processes, saved, family, dtype,
     assert sum(held for _, held, _ in results) >= results[0][2] * ranks / shared
 
 
+def read_mixing(folder: str, family: str, dtype: torch.dtype, ranks_that_share: int):
+    """What `read` returns where the rows of experts and of queries follow from all stored rows; and names read together, whole."""
+    from rlinf_vl.models import partial, shards
+
+    together = []
+
+    def load_weights(path, made, dtype, names, **options):
+        together.append(list(names))
+        return partial.load_weights(path, made, dtype, names, **options)
+
+    def converted(model):
+        names = {n for n, _ in model.named_parameters() if "q_proj" in n or "experts" in n}
+        return names, names
+
+    partial.GROUP_BYTES = 1
+    shards.load_weights, shards._converted = load_weights, converted
+    return read(folder, family, dtype, ranks_that_share), together
+
+
+def test_weights_that_mix_rows_are_read_a_block_at_a_time(processes, saved):
+    family = "qwen3_5_moe"
+    for (differing, held, total), together in processes.run(
+        2, read_mixing, saved(family), family, torch.bfloat16, 2
+    ):
+        assert not differing and held < 1.3 * total / 2
+        blocks = [{name.split(".layers.")[1][0] for name in names} for names in together]
+        assert blocks == [{"0"}, {"1"}]
+
+
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("family", [name for name in MEMBERS if "moe" in name])
 def test_experts_as_transformers_saves_them(processes, saved, family, layout):
@@ -261,4 +290,5 @@ def test_a_rank_needs_memory_for_its_shards_and_two_layers(processes, mixture):
         assert shards < 1.05 * total / 4
         assert peak < shards + 2 * layer
     for peak, _ in processes.run(4, peak_of_loading, folder, "qwen3_5_moe", False):
-        assert peak > 0.9 * total, "the measure sees a model that is read whole"
+        # Less than all of it, as looking takes its turns with reading.
+        assert peak > 0.6 * total, "the measure sees a model that is read whole"
