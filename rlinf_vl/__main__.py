@@ -219,6 +219,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.prove.main import main as prove_family
 
             return prove_family(arguments)
+        case "replay":
+            from rlinf_vl.replay.main import main as replay
+
+            return replay(arguments, entry.prepare_toys)
         case "doctor":
             if arguments.smoke:
                 from rlinf_vl.smoke.main import main as smoke

@@ -298,6 +298,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--output", metavar="FILE.json", help="where the certificate is written")
 
     argument = verb(
+        "replay",
+        "record a step of a run as a file, or run such a file in transformers' plain code, the "
+        "trainer's and the engine's, and name where they part",
+    )
+    argument("path", type=Path, metavar="RUN|FILE", help="a run's folder, or a .replay file")
+    argument("--step", type=int, metavar="N", help="of a run: the step to record")
+    argument("--group", type=int, metavar="K", help="of a run: this group of the step alone")
+    argument(
+        "--shape-only",
+        action="store_true",
+        help="of a run: without its weights; the replay draws random ones of their shape",
+    )
+    argument("--output", type=Path, metavar="FILE", help="of a run: the file to write")
+    argument(
+        "--minimise",
+        action="store_true",
+        help="of a file: also write the smallest one that shows the same difference",
+    )
+    argument("--json", action="store_true", help="of a file: print the outcome as JSON")
+    argument(
+        OPTION,
+        action="store_true",
+        help="load Python files that the run's config brings along",
+    )
+
+    argument = verb(
         "check-reward", "try a reward function on good, bad and hostile answers; say what it pays"
     )
     argument(

@@ -1,7 +1,8 @@
 """transformers' own forward of one sequence at a time: what every proof compares with."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 from rlinf_vl.data.clips import frame_refs, is_clip
 from rlinf_vl.data.images import decode
 from rlinf_vl.models.encoders import encode_square_patches, squares
+from rlinf_vl.models.family import Family
+from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.packing.collator import Member as PackedTrajectory
 from rlinf_vl.prove.member import Member
 from rlinf_vl.prove.problems import INTERVAL
@@ -31,56 +34,72 @@ def logprobs_of(member: Member, model: PreTrainedModel, sequence: TokenSequence)
 
     Positions, masks and image features are transformers' own.
     """
-    ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if sequence.images:
-        pictures = [(image, grid) for image, grid in sequence.images if not is_clip(image)]
-        clips = [(image, grid) for image, grid in sequence.images if is_clip(image)]
-        if pictures:
-            inputs |= _picture_inputs(member, model, pictures)
-        if clips:
-            inputs |= _clip_inputs(member, model, clips)
-        for key in ("mm_token_type_ids", "token_type_ids"):
-            if key in inspect.signature(model.forward).parameters:
-                tokens = member.image_tokens
-                inputs[key] = (ids == tokens.id).int() + 2 * (ids == tokens.video_id).int()
-    if hasattr(model.model, "rope_deltas"):  # of the sequence before
-        model.model.rope_deltas = None
+    clip_seconds = 0.0
+    if member.videos is not None:
+        clip_seconds = INTERVAL * member.config.vision_config.temporal_patch_size
+    inputs = forward_inputs(
+        model,
+        member.family,
+        member.image_tokens,
+        partial(pixels_of, member),
+        sequence,
+        lambda clip: clip_seconds,
+    )
     logits = model(**inputs).logits[0].float()
     logits = logits.masked_fill(torch.from_numpy(member.banned), -torch.inf)
     sampled = torch.from_numpy(np.flatnonzero(sequence.loss_mask))
-    return logits.log_softmax(-1)[sampled - 1, ids[0, sampled]]
+    return logits.log_softmax(-1)[sampled - 1, inputs["input_ids"][0, sampled]]
+
+
+def forward_inputs(
+    model: PreTrainedModel,
+    family: Family,
+    image_tokens: ImageTokens,
+    pixels: Callable[[ImageRef], np.ndarray],
+    sequence: TokenSequence,
+    clip_seconds: Callable[[ImageRef], float],
+) -> dict[str, Any]:
+    """Return the arguments of transformers' own forward of one sequence, unpacked.
+
+    `pixels` returns an image's patches, `clip_seconds` the seconds of a clip's temporal patch.
+    """
+    ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    parameters = inspect.signature(model.forward).parameters
+    if sequence.images:
+        pictures = [(pixels(image), grid) for image, grid in sequence.images if not is_clip(image)]
+        clips = [(image, grid) for image, grid in sequence.images if is_clip(image)]
+        if pictures:
+            inputs |= _picture_inputs(family, model, pictures)
+        if clips:
+            patches = [pixels(image) for image, _ in clips]
+            inputs["pixel_values_videos"] = torch.from_numpy(np.concatenate(patches))
+            inputs["video_grid_thw"] = torch.tensor([grid for _, grid in clips])
+            if "second_per_grid_ts" in parameters:
+                seconds = [clip_seconds(image) for image, _ in clips]
+                inputs["second_per_grid_ts"] = torch.tensor(seconds)
+        for key in ("mm_token_type_ids", "token_type_ids"):
+            if key in parameters:
+                videos = 2 * (ids == image_tokens.video_id).int()
+                inputs[key] = (ids == image_tokens.id).int() + videos
+    if hasattr(model.model, "rope_deltas"):  # of the sequence before
+        model.model.rope_deltas = None
+    return inputs
 
 
 def _picture_inputs(
-    member: Member, model: PreTrainedModel, pictures: Sequence[tuple[ImageRef, Grid]]
+    family: Family, model: PreTrainedModel, pictures: Sequence[tuple[np.ndarray, Grid]]
 ) -> dict[str, torch.Tensor]:
     """Return the arguments of a model's forward for the pictures of a sequence."""
-    patches = [pixels_of(member, image) for image, _ in pictures]
-    pixels = torch.from_numpy(np.concatenate(patches))
+    pixels = torch.from_numpy(np.concatenate([patches for patches, _ in pictures]))
     inputs = {"pixel_values": pixels}
     has_grids = "image_grid_thw" in inspect.signature(model.forward).parameters
     if has_grids:
         inputs["image_grid_thw"] = torch.tensor([grid for _, grid in pictures])
-    if not has_grids or member.family.encode_images is encode_square_patches:
+    if not has_grids or family.encode_images is encode_square_patches:
         inputs["pixel_values"] = squares(pixels)
     if "pixel_attention_mask" in inspect.signature(model.forward).parameters:
         inputs["pixel_values"] = inputs["pixel_values"].unsqueeze(0)  # of one prompt
-    return inputs
-
-
-def _clip_inputs(
-    member: Member, model: PreTrainedModel, clips: Sequence[tuple[ImageRef, Grid]]
-) -> dict[str, torch.Tensor]:
-    """Return the arguments of a model's forward for the clips of a sequence."""
-    patches = [pixels_of(member, image) for image, _ in clips]
-    inputs = {
-        "pixel_values_videos": torch.from_numpy(np.concatenate(patches)),
-        "video_grid_thw": torch.tensor([grid for _, grid in clips]),
-    }
-    if "second_per_grid_ts" in inspect.signature(model.forward).parameters:
-        seconds = INTERVAL * member.config.vision_config.temporal_patch_size
-        inputs["second_per_grid_ts"] = torch.tensor([seconds] * len(clips))
     return inputs
 
 

@@ -54,10 +54,14 @@ class Sampler:
         p = logp.exp()
         if self.truncates:
             p.masked_fill_(self._cut_off(p), 0.0)
-        ids = _invert(p, u)
+        ids = self.choose(p, u)
         if self.any_greedy:
             ids = torch.where(self.greedy, logp.argmax(-1), ids)
         return ids, logp.gather(1, ids[:, None]).squeeze(1)
+
+    def choose(self, p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        """Return the ids, int64 [S], that the random numbers u [S] draw from p [S, V]."""
+        return _invert(p, u)
 
     def _cut_off(self, p: torch.Tensor) -> torch.Tensor:
         """Return the mask, bool [S, V], of the ids that top-k and top-p leave out."""

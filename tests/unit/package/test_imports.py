@@ -45,6 +45,10 @@ ROOMS = {
     "smoke": {
         "actor", "config", "controller", "local", "models", "observe", "preflight", "rollout", "runtime", "toy",
     },
+    "replay": {
+        "actor", "algorithms", "config", "controller", "data", "engines", "local", "models", "observe", "packing",
+        "prove", "rollout", "runtime", "weights",
+    },
     "report": {"config", "observe", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "weights",

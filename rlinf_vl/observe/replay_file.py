@@ -1,0 +1,332 @@
+"""A training step as one file, for `rlinf-vl replay`: groups, images, plan, config and seeds.
+
+The file is a zip archive of JSON, numpy arrays, encoded images, the small files of the model's
+folder, and, where they fit, the weights before the step. Nothing in it is a pickle, so a file from
+somebody else can be opened without running code.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.runtime.files import write_aside
+from rlinf_vl.types import Group, ImageRef, Message, TokenSequence, Trajectory, Turn
+
+FORMAT = 1
+SUFFIX = ".replay"
+#: Bytes of weights, and of a model's other files, up to which they are put into a file.
+MAX_WEIGHT_BYTES, MAX_MODEL_FILE_BYTES = 4_500_000, 4_000_000
+#: (group, index of the trajectory in it).
+TrajectoryNumber = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMiniBatch:
+    """The trajectories of one optimizer step, in the micro-batches of all ranks, one after the
+    other, and the denominator of its loss."""
+
+    micro_batches: tuple[tuple[TrajectoryNumber, ...], ...]
+    denominator: int
+
+    @property
+    def trajectories(self) -> list[TrajectoryNumber]:
+        return [item for micro_batch in self.micro_batches for item in micro_batch]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A training step of a run.
+
+    Attributes:
+        step: number of the step; the weights before it have version `step` - 1.
+        config: the run's config as YAML.
+        groups: the groups that were trained on, or some of them.
+        minibatches: the plan.
+        advantages: of the run's plan, by group, trajectory and turn.
+        train_logprobs: the run's logprobs of the sampled tokens under the weights before the step,
+            float32, by trajectory; {} where they were not recorded.
+        metrics: the run's metrics of the step; {} where they are not known, or if only some of its
+            groups are here.
+        messages: of the first prompt of each group, by group; {} where they are not known.
+        engine_weights: by name, the fingerprint of a weight that the run's engine had.
+        weights: the weights before the step by name, float32; {}: `model_path` has them.
+        model_path: the folder or hub name of the run's model.
+        model_files: files of the model's folder beside the weights, by name.
+        total_steps: of the run, for its learning rate.
+        random_weights: whether the weights are random ones of the model's shape.
+        whole: whether all trajectories of the step are here; otherwise the counts that the loss is
+            divided by, and the run's metrics, are of more than these.
+        group_sizes: the number of trajectories of each group in the run.
+        run: the run's folder.
+        reason: why the file was written; "" if somebody asked for it.
+    """
+
+    step: int
+    config: str
+    groups: tuple[Group, ...]
+    minibatches: tuple[PlannedMiniBatch, ...]
+    advantages: tuple[tuple[tuple[float, ...], ...], ...]
+    train_logprobs: Mapping[TrajectoryNumber, np.ndarray] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    messages: Mapping[int, Sequence[Message]] = field(default_factory=dict)
+    engine_weights: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    model_path: str = ""
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    total_steps: int = 1
+    random_weights: bool = False
+    whole: bool = True
+    group_sizes: tuple[int, ...] = ()
+    run: str = ""
+    reason: str = ""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights before the step."""
+        return self.step - 1
+
+    def group_is_whole(self, g: int) -> bool:
+        """Return whether all trajectories of a group are here, so that its advantages follow."""
+        n = len(self.groups[g].trajectories)
+        return n == (self.group_sizes[g] if self.group_sizes else n)
+
+    def save(self, path: Path) -> None:
+        """Write the file."""
+        arrays: dict[str, np.ndarray] = {}
+        images: dict[str, ImageRef] = {}
+        groups = [_group_entry(n, group, arrays, images) for n, group in enumerate(self.groups)]
+        for (g, i), logprobs in self.train_logprobs.items():
+            arrays[f"train_logprobs/{g}/{i}"] = logprobs
+        header = {
+            "format": FORMAT,
+            "step": self.step,
+            "groups": groups,
+            "minibatches": [asdict(mini) for mini in self.minibatches],
+            "advantages": self.advantages,
+            "metrics": dict(self.metrics),
+            "messages": {str(g): list(messages) for g, messages in self.messages.items()},
+            "engine_weights": dict(self.engine_weights),
+            "model_path": self.model_path,
+            "total_steps": self.total_steps,
+            "random_weights": self.random_weights,
+            "whole": self.whole,
+            "group_sizes": self.group_sizes,
+            "run": self.run,
+            "reason": self.reason,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_aside(path, durable=False) as aside, zipfile.ZipFile(aside, "w") as archive:
+
+            def add(name: str, data: bytes) -> None:
+                archive.writestr(name, data, zipfile.ZIP_DEFLATED, 6)
+
+            add("replay.json", json.dumps(header).encode())
+            add("config.yaml", self.config.encode())
+            add("arrays.npz", _packed(arrays))
+            if self.weights:
+                add("weights.npz", _packed(self.weights))
+            for name, image in images.items():
+                add(f"images/{name}", bytes(image.data))
+            for name, data in self.model_files.items():
+                add(f"model/{name}", data)
+
+    @classmethod
+    def read(cls, path: Path) -> "RecordedStep":
+        """Read a file of `save`.
+
+        Raises:
+            ConfigError: it is no such file, or one of a later format.
+        """
+        try:
+            with zipfile.ZipFile(path) as archive:
+                files = {name: archive.read(name) for name in archive.namelist()}
+            header = json.loads(files["replay.json"])
+            if header["format"] != FORMAT:
+                raise ConfigError(
+                    f"{path} has format {header['format']} of replay files, and this version reads "
+                    f"{FORMAT}; record the step again, or open it with the version that wrote it"
+                )
+            arrays = _unpacked(files["arrays.npz"])
+            images = {
+                name.removeprefix("images/"): ImageRef(name.removeprefix("images/"), data)
+                for name, data in files.items()
+                if name.startswith("images/")
+            }
+            groups = tuple(
+                _group(n, entry, arrays, images) for n, entry in enumerate(header["groups"])
+            )
+            minibatches = tuple(_minibatch(entry) for entry in header["minibatches"])
+            train_logprobs: dict[TrajectoryNumber, np.ndarray] = {}
+            for name, array in arrays.items():
+                kind, *number = name.split("/")
+                if kind == "train_logprobs":
+                    train_logprobs[int(number[0]), int(number[1])] = array
+            return cls(
+                step=header["step"],
+                config=files["config.yaml"].decode(),
+                groups=groups,
+                minibatches=minibatches,
+                advantages=tuple(
+                    tuple(tuple(turns) for turns in group) for group in header["advantages"]
+                ),
+                train_logprobs=train_logprobs,
+                metrics=header["metrics"],
+                messages={int(g): messages for g, messages in header["messages"].items()},
+                engine_weights=header["engine_weights"],
+                weights=_unpacked(files["weights.npz"]) if "weights.npz" in files else {},
+                model_path=header["model_path"],
+                model_files={
+                    name.removeprefix("model/"): data
+                    for name, data in files.items()
+                    if name.startswith("model/")
+                },
+                total_steps=header["total_steps"],
+                random_weights=header["random_weights"],
+                whole=header["whole"],
+                group_sizes=tuple(header["group_sizes"]),
+                run=header["run"],
+                reason=header["reason"],
+            )
+        except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
+            raise ConfigError(
+                f"{path} is no replay file ({type(error).__name__}: {error}); "
+                "'rlinf-vl replay RUN --step N' writes one"
+            ) from None
+
+    def only(self, kept: Sequence[TrajectoryNumber]) -> "RecordedStep":
+        """Return the step with these trajectories alone, the groups renumbered.
+
+        The loss's denominators stay, and the run's metrics go, which are those of all trajectories.
+        """
+        kept_groups = sorted({g for g, _ in kept})
+        new_group = {g: n for n, g in enumerate(kept_groups)}
+        indices = {g: sorted(i for group, i in kept if group == g) for g in kept_groups}
+        numbers = {(g, i): (new_group[g], n) for g in kept_groups for n, i in enumerate(indices[g])}
+        groups = tuple(
+            replace(
+                self.groups[g],
+                trajectories=tuple(self.groups[g].trajectories[i] for i in indices[g]),
+            )
+            for g in kept_groups
+        )
+        minibatches = []
+        for mini in self.minibatches:
+            micro_batches = [
+                tuple(numbers[item] for item in micro_batch if item in numbers)
+                for micro_batch in mini.micro_batches
+            ]
+            micro_batches = [items for items in micro_batches if items]
+            if micro_batches:
+                minibatches.append(replace(mini, micro_batches=tuple(micro_batches)))
+        changes: dict[str, Any] = {
+            "advantages": tuple(
+                tuple(self.advantages[g][i] for i in indices[g]) for g in kept_groups
+            ),
+            "train_logprobs": {
+                numbers[item]: x for item, x in self.train_logprobs.items() if item in numbers
+            },
+            "messages": {
+                new_group[g]: messages for g, messages in self.messages.items() if g in new_group
+            },
+        }
+        sizes = self.group_sizes or tuple(len(group.trajectories) for group in self.groups)
+        changes["group_sizes"] = tuple(sizes[g] for g in kept_groups)
+        whole = self.whole and len(numbers) == sum(len(g.trajectories) for g in self.groups)
+        return replace(
+            self,
+            groups=groups,
+            minibatches=tuple(minibatches),
+            metrics=self.metrics if whole else {},
+            whole=whole,
+            **changes,
+        )
+
+
+def _minibatch(entry: Mapping[str, Any]) -> PlannedMiniBatch:
+    micro_batches = tuple(
+        tuple((g, i) for g, i in micro_batch) for micro_batch in entry["micro_batches"]
+    )
+    return PlannedMiniBatch(micro_batches, entry["denominator"])
+
+
+def _packed(arrays: Mapping[str, np.ndarray]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **dict(arrays))  # pyright: ignore[reportArgumentType]  # its stub wants bools
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def _group_entry(
+    number: int, group: Group, arrays: dict[str, np.ndarray], images: dict[str, ImageRef]
+) -> dict[str, Any]:
+    """Return the JSON of a group; its arrays and images are added to `arrays` and `images`."""
+    trajectories = []
+    for i, trajectory in enumerate(group.trajectories):
+        sequences = []
+        for k, sequence in enumerate(trajectory.sequences):
+            for name, array in sequence.arrays().items():
+                arrays[f"{number}/{i}/{k}/{name}"] = array
+            images.update({image.hash: image for image, _ in sequence.images})
+            sequences.append([[image.hash, list(grid)] for image, grid in sequence.images])
+        entry = {
+            name: getattr(trajectory, name)
+            for name in ("reward", "reward_parts", "status", "correct", "error", "corrupted")
+        }
+        turns = [asdict(turn) for turn in trajectory.turns]
+        trajectories.append(entry | {"sequences": sequences, "turns": turns})
+    images.update({image.hash: image for image in group.corrupted_images.values()})
+    return {
+        "id": group.id,
+        "problem_id": group.problem_id,
+        "prefix_length": group.prefix_length,
+        "answer": group.answer,
+        "labels": group.labels,
+        "corrupted_images": {name: image.hash for name, image in group.corrupted_images.items()},
+        "trajectories": trajectories,
+    }
+
+
+def _group(
+    number: int,
+    entry: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    images: Mapping[str, ImageRef],
+) -> Group:
+    """Return the group of an entry of `_group_entry`."""
+    own = ("ids", "loss_mask", "logprobs", "versions")
+    trajectories = []
+    for i, row in enumerate(entry["trajectories"]):
+        row = dict(row)
+        sequences = []
+        for k, grids in enumerate(row.pop("sequences")):
+            prefix = f"{number}/{i}/{k}/"
+            columns = {
+                name.removeprefix(prefix): array
+                for name, array in arrays.items()
+                if name.startswith(prefix)
+            }
+            fields = {name: columns.pop(name, None) for name in own}
+            seen = tuple((images[name], (t, h, w)) for name, (t, h, w) in grids)
+            sequences.append(TokenSequence(**fields, images=seen, columns=columns))  # pyright: ignore[reportArgumentType]
+        turns = tuple(Turn(**turn) for turn in row.pop("turns"))
+        trajectories.append(Trajectory(tuple(sequences), turns, **row))
+    return Group(
+        entry["id"],
+        entry["problem_id"],
+        entry["prefix_length"],
+        tuple(trajectories),
+        entry["answer"],
+        {name: images[seen] for name, seen in entry["corrupted_images"].items()},
+        entry["labels"],
+    )

@@ -1,0 +1,99 @@
+"""Replays of sound runs: every quantity of every family agrees within the measured bounds, and the file has all of a step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from recorded_step import recorded_step, tiny_groups, tiny_run, tiny_subject
+
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.observe.replay_file import RecordedStep
+from rlinf_vl.replay.quantities import Quantity
+from rlinf_vl.replay.run import ENGINE, RUN, TRAINER, Replay
+
+FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3", "gemma3"]
+
+
+@pytest.mark.quick("fp32-qwen3_vl")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sound_run_agrees_in_every_quantity(family, precision):
+    # The tower is trained in one of the two, and its features are cached in the other.
+    config = tiny_run(precision, actor__model__freeze_vision_tower=precision == "bf16")
+    subject = tiny_subject(family)
+    outcome = Replay(subject, config)(recorded_step(subject, config, tiny_groups(family)))
+    assert not outcome.failures and not outcome.left_out
+    assert [(str(a.quantity), a.sides) for a in outcome.agreements if not a.agrees] == []
+    seen = {(a.quantity.stage_name, a.sides[0]) for a in outcome.agreements}
+    assert {
+        ("gradient", TRAINER),
+        ("weight after the step", TRAINER),
+        ("final norm", ENGINE),
+    } <= seen
+    assert {("rollout logprobs", RUN), ("old logprobs", RUN), ("gradient norm", RUN)} <= seen
+    layers = {a.quantity.layer for a in outcome.agreements if a.quantity.part_name == "attention"}
+    assert layers == {0, 1}
+
+
+@pytest.mark.slow
+def test_several_minibatches_and_aggregations_agree():
+    subject = tiny_subject()
+    for mode in ("seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        config = tiny_run(
+            algorithm__n_minibatches=2 if mode == "seq-mean-token-mean" else 1,
+            algorithm__loss_agg_func=mode,
+            algorithm__entropy_bonus=0.01,
+            algorithm__importance_sampling_level="geometric",
+        )
+        outcome = Replay(subject, config)(recorded_step(subject, config, tiny_groups()))
+        assert outcome.sound, outcome.first
+
+
+def test_the_file_has_all_of_a_step(clean_step, tmp_path):
+    step = replace(
+        clean_step,
+        config="a: 1",
+        messages={1: [{"role": "user", "content": "?"}]},
+        model_files={"config.json": b"{}"},
+        reason="somebody asked",
+    )
+    file = tmp_path / "step.replay"
+    step.save(file)
+    read = RecordedStep.read(file)
+    assert read.minibatches == step.minibatches and read.advantages == step.advantages
+    assert read.engine_weights == step.engine_weights and read.metrics == step.metrics
+    assert (read.messages, read.model_files, read.reason) == (
+        step.messages, step.model_files, step.reason,
+    )  # fmt: skip
+    for mine, theirs in zip(step.groups, read.groups, strict=True):
+        assert mine.images == theirs.images and mine.prefix_length == theirs.prefix_length
+        for a, b in zip(mine.sequences, theirs.sequences, strict=True):
+            assert all(np.array_equal(a.arrays()[name], b.arrays()[name]) for name in a.arrays())
+        assert [t.turns for t in mine.trajectories] == [t.turns for t in theirs.trajectories]
+    assert all(np.array_equal(step.weights[name], read.weights[name]) for name in step.weights)
+    assert read.train_logprobs.keys() == step.train_logprobs.keys()
+
+
+def test_a_part_of_a_step_keeps_its_denominators(clean_step):
+    config = tiny_run()
+    part = clean_step.only([(2, 0), (2, 2)])
+    assert part.minibatches[0].trajectories == [(0, 0), (0, 1)]
+    assert part.minibatches[0].denominator == clean_step.minibatches[0].denominator
+    outcome = Replay(tiny_subject(), config)(part)
+    assert outcome.sound
+    # Neither the metrics of the whole step nor advantages among the whole group follow from a part.
+    stages = {a.quantity.stage_name for a in outcome.agreements if a.sides[0] == RUN}
+    assert "gradient norm" not in stages and "rollout logprobs" in stages
+
+
+def test_no_replay_file_is_refused(tmp_path):
+    file = tmp_path / "x.replay"
+    file.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="replay RUN --step N"):
+        RecordedStep.read(file)
+
+
+def test_quantities_are_sorted_as_they_are_computed():
+    first = Quantity.of("decoder layer", 0, "output")
+    assert Quantity.of("embeddings") < first < Quantity.of("decoder layer", 1, "input")
+    assert Quantity.of("decoder layer", 9, "mlp") < Quantity.of("logprobs")
