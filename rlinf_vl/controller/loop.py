@@ -14,7 +14,7 @@ from typing import Any, Self
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import Rollout, count_bad_rows, estimator_of, rollout
 from rlinf_vl.controller.dataset_plan import DatasetPlan
-from rlinf_vl.controller.mismatch import MismatchGuard
+from rlinf_vl.controller.mismatch import EngineMismatch, MismatchGuard
 from rlinf_vl.controller.protocols import GroupStores, Learner, Pool, WeightSyncer
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.saver import Saver
@@ -138,7 +138,11 @@ def train(
                 metrics["actor/restarts"] = log.count("actors_restarted")
                 # The guard scores on the ranks, which need the GPU for it.
                 gpu.to_ranks(learner)
-                metrics |= guard.check(step, batch.scored, batch.to_score)
+                try:
+                    metrics |= guard.check(step, batch.scored, batch.to_score)
+                except EngineMismatch as error:
+                    pool.release(log.record_failure(step, batch, error))
+                    raise
                 # Engines get the weights that a validation is about, whatever the interval says.
                 synced = data.is_due(runner.weight_sync_interval, step) or validator.is_due(step)
                 # A sync can be queued behind the update unless it must wait: for the GPU, for the

@@ -102,11 +102,19 @@ class Recorder:
             self._groups.setdefault(step, []).extend(summaries[g] for g in chosen)
         return [summary for g, summary in enumerate(summaries) if g not in recorded]
 
-    def end_step(self, step: int) -> list[GroupSummary]:
+    def end_step(self, step: int, replay_reason: str = "") -> list[GroupSummary]:
         """Start writing the step's file, after that of the step before; returns the groups of the
-        step before: release them."""
+        step before: release them. With a `replay_reason` the step's trained groups are written for
+        `rlinf-vl replay`, too."""
         groups = self._groups.pop(step, [])
-        return self._start("write", step, self._batches.pop(step, []), groups=groups)
+        batches = self._batches.pop(step, [])
+        reasons = (replay_reason,) if replay_reason else ()
+        return self._start("write", step, batches, *reasons, groups=groups)
+
+    def records(self, step: int) -> bool:
+        """Return whether trained groups of this step will be written at its end."""
+        is_train = any(split == "train" for split, *_ in self._batches.get(step, ()))
+        return self._writer is not None and is_train
 
     def drop_after(self, step: int) -> None:
         """Drop the records of later steps than this one, those that have not ended included; -1:

@@ -21,14 +21,14 @@ class TrajectoryWriter(trajectory_writer.TrajectoryWriter):
     def process(self) -> tuple[str, int]:
         return where()
 
-    def write(self, step: int, batches: Sequence[Batch]) -> bool:
+    def write(self, step: int, batches: Sequence[Batch], replay_reason: str = "") -> bool:
         fetched: list[GroupBatch] = []
         for split, references, advantages, logprobs in batches:
             # A group that was lost with its worker was trained on all the same: only its record
             # lacks.
             groups = fetch_surviving(references)
             fetched.append((split, groups, advantages, ray.get(list(logprobs))))
-        return super().write(step, fetched)
+        return super().write(step, fetched, replay_reason)
 
 
 class RemoteWriter:

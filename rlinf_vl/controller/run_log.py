@@ -6,20 +6,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.protocols import StepProgress
 from rlinf_vl.controller.recorder import Recorder, Writer
 from rlinf_vl.observe.alarms import Alarms
 from rlinf_vl.observe.lines import EventLog, StepLines
+from rlinf_vl.observe.replay_file import replay_path
 from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
 from rlinf_vl.runtime.files import read_lines
 from rlinf_vl.types import GroupSummary
 
+if TYPE_CHECKING:
+    from rlinf_vl.controller.batch import Rollout
+
 logger = logging.getLogger(__name__)
 
+#: Groups that are recorded of a step that can't be trained.
+FAILED_GROUPS = 4
 #: Seconds for which the last lines of a run are tried again if the disk is full.
 CLOSE_S = 30.0
 
@@ -134,11 +140,42 @@ class RunLog:
         """Log the step's metrics, and start writing its trajectories; returns groups that are
         written: release them."""
         self._trackers.log(step, metrics)
+        reason = ""
         if step:
             for kind, message in self._alarms.check(metrics):
                 self.event(kind, message)
+                reason = reason or f"an alarm began, {kind.replace('_', ' ')}: {message}"
             self.progress.update(step, metrics, self._alarms.active)
-        return self.recorder.end_step(step)
+        return self._end_recording(step, reason)
+
+    def record_failure(
+        self, step: int, batch: "Rollout", error: BaseException
+    ) -> list[GroupSummary]:
+        """Write groups of a step that can't be trained, the whole file and one for `rlinf-vl
+        replay`; returns all groups of the step: release them.
+
+        Groups are those that the mismatch guard has scored, or else the first ones.
+        """
+        scored = [
+            micro for minis in batch.to_score for mini in minis for micro in mini.micro_batches
+        ]
+        numbers = {item.group for micro in scored for item in micro}
+        chosen = sorted(g for g in numbers if g < len(batch.groups))[:FAILED_GROUPS]
+        chosen = chosen or list(range(min(FAILED_GROUPS, len(batch.groups))))
+        self.recorder.record(
+            "train", step, batch.summaries, batch.groups, chosen, batch.plan.advantages
+        )
+        self._end_recording(step, f"the run could not go on: {error}")
+        self.recorder.close()
+        return list(batch.summaries)
+
+    def _end_recording(self, step: int, replay_reason: str) -> list[GroupSummary]:
+        """Start writing the step's records; with a reason, its replay file, too."""
+        if replay_reason and self.recorder.records(step):
+            path = replay_path(self._run_dir, step)
+            hint = f"see where engine and trainer part: rlinf-vl replay {path}"
+            self.event("replay_written", hint, logging.INFO)
+        return self.recorder.end_step(step, replay_reason)
 
     def show_workers(self, learner: Any, pool: Any) -> None:
         """Write every process of the run to the status file, if any was replaced, joined or left

@@ -2,6 +2,7 @@
 process that runs it starts at once, beside the processes that do."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.config.schema import Config
+from rlinf_vl.observe.replay_file import write_replay
 from rlinf_vl.observe.samples import MAX_IMAGES, spread
 from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.types import Group
 from rlinf_vl.user_code import is_code
+
+log = logging.getLogger(__name__)
 
 #: Logprobs of a rank's sampled tokens, by group and trajectory.
 RankLogprobs = Mapping[int, Mapping[int, np.ndarray]]
@@ -35,6 +39,8 @@ class TrajectoryWriter:
     ) -> None:
         runner = config.runner
         self._run_dir = run_dir
+        self._model_path = model_path
+        self._max_steps = runner.max_steps
         self._store = TrajectoryStore(
             run_dir,
             model_path,
@@ -53,9 +59,12 @@ class TrajectoryWriter:
     def drop_after(self, step: int) -> None:
         self._store.drop_after(step)
 
-    def write(self, step: int, batches: Sequence[GroupBatch]) -> bool:
+    def write(self, step: int, batches: Sequence[GroupBatch], replay_reason: str = "") -> bool:
         """Write the step's file; send samples of a validation to the trackers. Returns False when
-        the disk limit is reached."""
+        the disk limit is reached.
+
+        With a `replay_reason`, also write the step's trained groups for `rlinf-vl replay`.
+        """
         for split, groups, advantages, rank_logprobs in batches:
             for g, group in groups.items():
                 # Trajectories of one group may be trained on by several ranks.
@@ -65,12 +74,34 @@ class TrajectoryWriter:
                 self._store.add(
                     step, split, group, advantages[g] if advantages else None, by_trajectory
                 )
+        if replay_reason:
+            self._write_replay(step, batches, replay_reason)
         rows = spread([row for row in self._store.write(step) if row["split"] == "val"])
         if rows:
             self._samples.log_samples(
                 step, [{**row, "images": self._first_images(row)} for row in rows]
             )
         return not self._store.full
+
+    def _write_replay(self, step: int, batches: Sequence[GroupBatch], reason: str) -> None:
+        """Write the trained groups of a step for `rlinf-vl replay`; a failure is only logged."""
+        trained = [batch[1:] for batch in batches if batch[0] == "train" and batch[2] is not None]
+        try:
+            for groups, advantages, rank_logprobs in trained:
+                assert advantages is not None
+                logprobs = {
+                    (g, i): values
+                    for rank in rank_logprobs
+                    for g, by_index in rank.items()
+                    for i, values in by_index.items()
+                }
+                write_replay(
+                    self._run_dir, self._model_path, step, groups, advantages, logprobs, reason,
+                    total_steps=max(1, self._max_steps),
+                )  # fmt: skip
+        # A run is worth more than a file about it.
+        except Exception as error:
+            log.warning("step %d: no replay file was written: %r", step, error)
 
     def _first_images(self, row: Mapping[str, Any]) -> list[bytes]:
         """Return the files of a trajectory's images, `MAX_IMAGES` at most."""

@@ -21,8 +21,10 @@ from rlinf_vl.types import Group, ImageRef, Message, TokenSequence, Trajectory, 
 
 FORMAT = 1
 SUFFIX = ".replay"
-#: Bytes of weights, and of a model's other files, up to which they are put into a file.
-MAX_WEIGHT_BYTES, MAX_MODEL_FILE_BYTES = 4_500_000, 4_000_000
+#: The folder of a run's replay files; as many, and as many bytes, as a run writes by itself.
+FOLDER, MAX_FILES, MAX_BYTES = "replays", 8, 2**26
+#: Bytes of a model's files beside its weights up to which they are put into a file.
+MAX_MODEL_FILE_BYTES = 4_000_000
 #: (group, index of the trajectory in it).
 TrajectoryNumber = tuple[int, int]
 
@@ -247,6 +249,76 @@ class RecordedStep:
             whole=whole,
             **changes,
         )
+
+
+def replay_path(run_dir: Path, step: int) -> Path:
+    """Return the path at which a run writes a step by itself."""
+    return run_dir / FOLDER / f"step_{step}{SUFFIX}"
+
+
+def write_replay(
+    run_dir: Path,
+    model_path: str,
+    step: int,
+    groups: Mapping[int, Group],
+    advantages: Sequence[Sequence[Sequence[float]]],
+    train_logprobs: Mapping[TrajectoryNumber, np.ndarray],
+    reason: str,
+    *,
+    total_steps: int,
+) -> Path | None:
+    """Write groups of a step that a run has found fault with; None if its folder has its share of
+    such files.
+
+    The file has no weights: a replay computes them again from the run's checkpoints. Its
+    mini-batch has the groups one by one, and its denominator counts their tokens alone.
+    """
+    folder = run_dir / FOLDER
+    files = list(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    path = replay_path(run_dir, step)
+    full = len(files) >= MAX_FILES or sum(f.stat().st_size for f in files) >= MAX_BYTES
+    if full and path not in files:
+        return None
+    numbers = sorted(groups)
+    micro_batches: list[tuple[TrajectoryNumber, ...]] = []
+    n_tokens = 0
+    for n, g in enumerate(numbers):
+        trained = []
+        for i, trajectory in enumerate(groups[g].trajectories):
+            if trajectory.error is None and any(s.loss_mask.any() for s in trajectory.sequences):
+                trained.append((n, i))
+                n_tokens += sum(int(s.loss_mask.sum()) for s in trajectory.sequences)
+        micro_batches.append(tuple(trained))
+    used = tuple(items for items in micro_batches if items)
+    place = {g: n for n, g in enumerate(numbers)}
+    recorded = RecordedStep(
+        step,
+        (run_dir / "config.yaml").read_text(encoding="utf-8"),
+        tuple(groups[g] for g in numbers),
+        (PlannedMiniBatch(used, max(1, n_tokens)),) if used else (),
+        tuple(tuple(tuple(turns) for turns in advantages[g]) for g in numbers),
+        train_logprobs={(place[g], i): x for (g, i), x in train_logprobs.items() if g in place},
+        model_path=model_path,
+        model_files=model_files(Path(model_path)),
+        total_steps=total_steps,
+        whole=False,
+        run=str(run_dir.resolve()),
+        reason=reason,
+    )
+    recorded.save(path)
+    return path
+
+
+def model_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a model's folder that a replay needs beside its weights; {} if they are
+    too large for the file, or on the hub."""
+    names = {"config.json", "chat_template.jinja", "merges.txt"}
+    files = {
+        path.name: path.read_bytes()
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.name in names or (path.suffix == ".json" and not path.name.startswith("model"))
+    }
+    return files if sum(map(len, files.values())) <= MAX_MODEL_FILE_BYTES else {}
 
 
 def _minibatch(entry: Mapping[str, Any]) -> PlannedMiniBatch:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.observe.replay_file import SUFFIX, RecordedStep
+from rlinf_vl.observe.replay_file import FOLDER, SUFFIX, RecordedStep
 from rlinf_vl.replay.minimise import Minimiser
 from rlinf_vl.replay.quantities import Quantity
 from rlinf_vl.replay.render import as_json, size_text, table
@@ -84,7 +84,7 @@ def record(run_dir: Path, arguments: argparse.Namespace, prepare: PrepareToys) -
             [(arguments.group, i) for i in range(len(step.groups[arguments.group].trajectories))]
         )
         name += f"_group_{arguments.group}"
-    file = arguments.output or run_dir / "replays" / f"{name}{SUFFIX}"
+    file = arguments.output or run_dir / FOLDER / f"{name}{SUFFIX}"
     step.save(file)
     return file
 

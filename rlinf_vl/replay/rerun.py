@@ -32,11 +32,10 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.local.learner import LocalLearner, LocalSync
 from rlinf_vl.local.pool import LocalPool
 from rlinf_vl.local.supervise import DirectWriter, settled_process
-from rlinf_vl.models.loading import TOKENIZER_AND_PROCESSOR_FILES
 from rlinf_vl.models.lora import engine_weights, with_adapter
 from rlinf_vl.models.nf4 import dense
 from rlinf_vl.observe.progress import RunProgress
-from rlinf_vl.observe.replay_file import MAX_MODEL_FILE_BYTES, RecordedStep
+from rlinf_vl.observe.replay_file import RecordedStep, model_files
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.replay.record import planned
 from rlinf_vl.rollout.renderer import Renderer
@@ -250,14 +249,6 @@ def _noted_prompts(messages: dict[bytes, list[Message]]) -> Iterator[None]:
         yield
     finally:
         Renderer.prompt = render
-
-
-def model_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a model's folder that a replay needs beside its weights; {} if they are
-    too large for the file, or on the hub."""
-    names = ("config.json", *TOKENIZER_AND_PROCESSOR_FILES)
-    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-    return files if sum(map(len, files.values())) <= MAX_MODEL_FILE_BYTES else {}
 
 
 def recorded_groups(

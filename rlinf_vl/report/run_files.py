@@ -14,12 +14,15 @@ import yaml
 
 from rlinf_vl.observe.alarms import ALARMS
 from rlinf_vl.observe.evaluation import render
+from rlinf_vl.observe.replay_file import FOLDER, SUFFIX
 from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.files import read_lines
 
 #: Rows at most of the table of events, and of that of skipped rows: the newest ones.
 MAX_TABLE_ROWS = 1000
+#: Replay files that the summary names, the newest ones.
+SHOWN_REPLAYS = 3
 #: A run's folder has at least one of these.
 RUN_FILES = ("metrics.jsonl", "config.yaml", "status.json", "trajectories")
 
@@ -86,6 +89,12 @@ class RunFiles:
         # `events` is newest first; reversed, the newest event of a kind replaces the older ones
         newest = {event.get("kind"): event for event in reversed(self.events)}
         return [newest[alarm.kind] for alarm in ALARMS if alarm.kind in newest]
+
+    @property
+    def replays(self) -> list[Path]:
+        """Return the newest files of steps that were written for `rlinf-vl replay`, newest first."""
+        files = (self.path / FOLDER).glob(f"*{SUFFIX}")
+        return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)[:SHOWN_REPLAYS]
 
     @property
     def event_counts(self) -> Counter[str]:
