@@ -1,5 +1,6 @@
 """A recorded training step of a tiny member, as a sound run records it, for the tests of replays."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ def tiny_run(precision: str = "fp32", **keys) -> Config:
     config.actor.fsdp_config.mixed_precision.param_dtype = precision
     config.rollout.model.precision = precision
     config.algorithm.sampling_params.temperature = 0.7
-    config.runner.max_tokens_per_mbs = 90
+    config.runner.max_tokens_per_mbs = 60
     config.actor.optim.weight_decay = 0.1
     config.actor.model.freeze_vision_tower = False
     for name, value in keys.items():
@@ -75,18 +76,18 @@ def recorded_step(
     config: Config,
     groups: tuple[Group, ...],
     *,
-    sampling: AbstractContextManager | None = None,
-    training: AbstractContextManager | None = None,
+    sampling: Callable[[], AbstractContextManager] = nullcontext,
+    training: Callable[[], AbstractContextManager] = nullcontext,
     sampler: Subject | None = None,
 ) -> RecordedStep:
     """The step that a run of the torch engine and the trainer records of these groups.
 
-    `sampling` and `training` surround the run's engine and its trainer; `sampler` has the weights
+    `sampling` and `training` make contexts for the run's engine and its trainer; `sampler` has the weights
     of its engine.
     """
     model_type = "gemma3" if subject.pixels is tiny.tiles else subject.config.model_type
     placeholders = tiny.IMAGE_TOKENS.placeholder_ids if model_type != "qwen3" else (-1,)
-    with training or nullcontext():
+    with training():
         summaries = [GroupSummary.of(group, placeholders) for group in groups]
         plan = plan_step(
             summaries,
@@ -100,8 +101,8 @@ def recorded_step(
         weights={name: value.numpy() for name, value in subject.weights.items()},
     )  # fmt: skip
     dtype = DTYPES[config.rollout.model.precision]
-    with sampling or nullcontext():
+    with sampling():
         step = recorded_logprobs(sampler or subject, step, config, dtype)
     torch.manual_seed(0)
-    with training or nullcontext():
+    with training():
         return recorded_update(subject, step, config)

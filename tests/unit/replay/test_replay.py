@@ -7,7 +7,11 @@ import pytest
 from recorded_step import recorded_step, tiny_groups, tiny_run, tiny_subject
 
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.kernels import cpu
+from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.observe import replay_file
 from rlinf_vl.observe.replay_file import RecordedStep
+from rlinf_vl.replay.minimise import MAX_REPLAYS, Minimiser
 from rlinf_vl.replay.quantities import Quantity
 from rlinf_vl.replay.run import ENGINE, RUN, TRAINER, Replay
 
@@ -97,3 +101,70 @@ def test_quantities_are_sorted_as_they_are_computed():
     first = Quantity.of("decoder layer", 0, "output")
     assert Quantity.of("embeddings") < first < Quantity.of("decoder layer", 1, "input")
     assert Quantity.of("decoder layer", 9, "mlp") < Quantity.of("logprobs")
+
+
+def test_a_run_writes_replays_within_bounds(clean_step, tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("a: 1")
+    monkeypatch.setattr(replay_file, "MAX_FILES", 2)
+    groups = {0: clean_step.groups[0], 2: clean_step.groups[2]}
+    logprobs = {(2, 1): clean_step.train_logprobs[2, 1], (1, 0): clean_step.train_logprobs[1, 0]}
+    paths = [
+        replay_file.write_replay(
+            tmp_path,
+            "",
+            step,
+            groups,
+            clean_step.advantages,
+            logprobs,
+            "stale weights",
+            total_steps=9,
+        )
+        for step in (4, 5, 6, 5)
+    ]
+    names = [None if path is None else path.name for path in paths]
+    assert names == ["step_4.replay", "step_5.replay", None, "step_5.replay"]
+    step = RecordedStep.read(tmp_path / "replays" / "step_5.replay")
+    assert [group.id for group in step.groups] == ["g0", "g2"]
+    assert step.minibatches[0].trajectories == [(g, i) for g in range(2) for i in range(3)]
+    assert step.advantages[1] == clean_step.advantages[2] and list(step.train_logprobs) == [(1, 1)]
+    assert step.reason == "stale weights" and not step.weights and step.run == str(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_minimised_step_is_small_and_still_shows_the_fault(clean_step, monkeypatch):
+    config, subject = tiny_run(), tiny_subject()
+    bounds = Replay(subject, config)
+    bounds(clean_step)
+    rms_norm = cpu.rms_norm
+    monkeypatch.setattr(cpu, "rms_norm", lambda x, weight, eps: rms_norm(x, weight, 1e-2))
+    replay = Replay(subject, config, bounds.bounds)
+    minimiser = Minimiser(lambda step: replay(step).first.quantity, subject.image_tokens)
+    smallest = minimiser(clean_step)
+    sequences = [s for group in smallest.groups for s in group.sequences]
+    assert len(sequences) == 1 and sequences[0].loss_mask.sum() == 1 and not sequences[0].images
+    assert replay(smallest).first.quantity == replay(clean_step).first.quantity
+    assert minimiser.replays <= MAX_REPLAYS
+
+
+@pytest.mark.slow
+def test_a_fault_of_images_keeps_the_images(monkeypatch):
+    config, subject = tiny_run(actor__model__freeze_vision_tower=True), tiny_subject()
+    step = recorded_step(subject, config, tiny_groups())
+    clean = Replay(subject, config)
+    clean(step)
+    get = VisionCache.get
+
+    def swapped(self, hashes):
+        return get(self, hashes[::-1]) if len(hashes) > 1 else get(self, hashes)
+
+    monkeypatch.setattr(VisionCache, "get", swapped)
+    replay = Replay(subject, config, clean.bounds)
+
+    def first(smaller):
+        found = replay(smaller).first
+        return found and found.quantity
+
+    smallest = Minimiser(first, subject.image_tokens)(step)
+    # One image cannot be swapped with itself.
+    images = {image.hash for group in smallest.groups for image, _ in group.images}
+    assert len(images) == 2 and sum(len(group.sequences) for group in smallest.groups) <= 2
