@@ -255,7 +255,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--budget", type=int, default=9216, help="tokens per micro-batch")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument(
+        "--checkpointing",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="what is recomputed",
+    )
     parser.add_argument("--train-tower", action="store_true")
     parser.add_argument(
         "--data",

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rlinf_vl.config import Config
+from rlinf_vl.config import Config, save_config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.digest import write_digests
 from rlinf_vl.errors import ConfigError, RunError, reason_of, without_colors
@@ -246,10 +246,11 @@ def _backend(
         from rlinf_vl.controller.supervise_sft import supervise
     else:
         from rlinf_vl.controller.supervise import supervise
-    from rlinf_vl.preflight.gpu_share import settle_gpu_share
+    from rlinf_vl.preflight.automatic import settle_memory
 
     with _machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation):
-        settle_gpu_share(config, model_path, reservation)
+        settle_memory(config, model_path, reservation)
+        save_config(config, run_dir / "config.yaml")  # with what was settled
         yield partial(supervise, config, model_path, reservation), progress
 
 

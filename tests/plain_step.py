@@ -38,7 +38,7 @@ class Layout:
     budget: int = 400
     size: int | None = None
     pad: bool = False
-    checkpointing: bool = False
+    checkpointing: bool | str = False  # True: full
     reentrant: bool = False
     minibatches: int = 1
     aggregation: str = "token-mean"
@@ -76,6 +76,13 @@ class Layout:
     teacher: tuple[float, float, int] | None = None  # weights of the KL and of the reward, top_k
     labelled: bool = False  # whether every second group has another teacher
     privileged: bool = False  # whether the teacher sees more of the problem than the policy
+
+    @property
+    def mode(self) -> str:
+        """`gradient_checkpointing`."""
+        if isinstance(self.checkpointing, str):
+            return self.checkpointing
+        return "full" if self.checkpointing else "none"
 
     @property
     def turns(self) -> bool:

@@ -112,7 +112,7 @@ def train(layout: Layout, kind: str):
             ]
 
     fsdp = FsdpConfig(
-        gradient_checkpointing=layout.checkpointing,
+        gradient_checkpointing=layout.mode,
         gradient_checkpointing_use_reentrant=layout.reentrant,
         reshard_after_forward=layout.reshard,
         mixed_precision=MixedPrecisionConfig(layout.dtype),

@@ -28,11 +28,12 @@ from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.actor.passes import AuxiliaryForwards, Teacher, reference_logprobs
 from rlinf_vl.algorithms import divergence
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
-from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of
+from rlinf_vl.models.loading import DTYPES, part_of
 from rlinf_vl.models.lora import engine_weights, is_adapter, train_parts, with_adapter
 from rlinf_vl.models.mixture import ExpertLoad
 from rlinf_vl.models.nf4 import dense, shape_of
 from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.recompute import checkpoint_blocks
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.spans import span
@@ -150,11 +151,18 @@ class Trainer:
                 router=not model.freeze_router,
             )
             policy.replay = self.actor.routing_replay == "replay"
-        if fsdp.gradient_checkpointing and not frozen:
+        mode = self._checkpointing_mode
+        if mode != "none" and not frozen:
             checkpoint_blocks(
-                policy.model, policy.family, fsdp.gradient_checkpointing_use_reentrant
+                policy.model, policy.family, mode, fsdp.gradient_checkpointing_use_reentrant
             )
         return self.mesh.shard(policy, fsdp).train(not frozen)
+
+    @property
+    def _checkpointing_mode(self) -> str:
+        """The mode of activation checkpointing; `auto` that no ledger has settled is the safe one."""
+        mode = self.actor.fsdp_config.gradient_checkpointing
+        return mode if mode != "auto" else "none" if self.mesh.device == "cpu" else "full"
 
     def _load_teacher(self, source: TeacherSource) -> Teacher:
         """Return a teacher, sharded as the policy is, with the maker of its micro-batches."""

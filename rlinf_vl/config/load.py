@@ -24,6 +24,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlinf_vl.config.automatic import SETTLED_AT_START
 from rlinf_vl.config.hubs import OPENENV, with_arguments
 from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggestion
 from rlinf_vl.config.overrides import apply_overrides, leaves
@@ -47,6 +48,7 @@ EXAMPLES_DIR = (
 ) / "examples"
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 ON_OFF = {"True": "on", "False": "off"}  # YAML reads on and off as booleans
+CHECKPOINTING_SWITCH = {"true": "full", "false": "none"}  # of configs from before there were modes
 #: The loader written in C, where PyYAML has it: it takes a tenth of the time.
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _LIST_NAMES = {
@@ -123,7 +125,8 @@ def changed_keys(config: Config, path: "Path | UPath") -> list[str]:
     changes = []
     for key in config_keys():
         old_value, new_value = OmegaConf.select(old, key), OmegaConf.select(new, key)
-        if old_value != new_value:
+        settled = key in SETTLED_AT_START and new_value == "auto"
+        if old_value != new_value and not settled:
             # A value may be the whole text of a file, in runner.code_files.
             old_text, new_text = (
                 textwrap.shorten(shown(old_value), 200),
@@ -439,6 +442,10 @@ def _normalise(config: Config, folder: Path) -> None:
         config.cluster.component_placement = {"actor,rollout": 0}
     rollout = config.rollout
     rollout.weight_sync = FORMER_NAMES.get(rollout.weight_sync, rollout.weight_sync)
+    fsdp = config.actor.fsdp_config
+    fsdp.gradient_checkpointing = CHECKPOINTING_SWITCH.get(
+        fsdp.gradient_checkpointing.lower(), fsdp.gradient_checkpointing
+    )
     rollout.thinking.mode = ON_OFF.get(rollout.thinking.mode, rollout.thinking.mode)
     # After the checks of types, since files are read; before the rules, which read the texts.
     _collect_code(config, [os.getcwd(), str(folder)])

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rlinf_vl.config.automatic import settle_without_ledger
+from rlinf_vl.config.load import save_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.dataset_plan import find_usable_rows
 from rlinf_vl.controller.loop import train
@@ -72,6 +74,7 @@ def supervise(
     start_time = time.monotonic()
     with ExitStack() as stack:
         device = stack.enter_context(settled_process(config))
+        save_config(config, run_dir / "config.yaml")  # with what was settled
         log = RunLog(config, run_dir, partial(DirectWriter, config, run_dir, model_path), progress)
         stack.callback(log.close)
         progress.phase("starting the engine")
@@ -102,9 +105,8 @@ def settled_process(config: Config) -> Iterator[str]:
     device = config.cluster.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.rollout.gpu_memory_utilization == "auto":
-        # The ledger, which settles `auto` of a run with Ray, asks Ray for the sizes of its GPUs.
-        config.rollout.gpu_memory_utilization = 0.6
+    # The ledger, which settles `auto` of a run with Ray, asks Ray for the sizes of its GPUs.
+    settle_without_ledger(config, device)
     # A Ray that this process has started before sets its own debugger, which needs Ray.
     if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del os.environ["PYTHONBREAKPOINT"]

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rlinf_vl.config.imitation import as_problems
+from rlinf_vl.config.load import save_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.dataset_plan import find_usable_rows
 from rlinf_vl.controller.imitate import Sampling, imitate
@@ -38,6 +39,7 @@ def supervise(
     start_time = time.monotonic()
     with ExitStack() as stack:
         device = stack.enter_context(settled_process(config))
+        save_config(config, run_dir / "config.yaml")  # with what was settled
         log = RunLog(config, run_dir, partial(DirectWriter, config, run_dir, model_path), progress)
         stack.callback(log.close)
         readers = LocalRowReader(config, model_path, stop.check)

@@ -157,7 +157,7 @@ def recipe(toy: task.Toy, model_path: str, run_dir: str, steps: int, seed: int) 
                 freeze_vision_tower=False, freeze_projector=False, freeze_router=False
             ),
             fsdp_config=FsdpConfig(
-                gradient_checkpointing=False,
+                gradient_checkpointing="none",
                 mixed_precision=MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32"),
             ),
             optim=OptimConfig(

@@ -32,6 +32,7 @@ import torch
 from rlinf_vl.models.kernels.attention import Kernel, kernel_for
 from rlinf_vl.models.kernels.delta import Mixer, delta_rule
 from rlinf_vl.models.kernels.delta_layout import DeltaLayout
+from rlinf_vl.models.recompute import kept
 from rlinf_vl.models.transfer import on_device
 
 
@@ -279,7 +280,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, layout: Layout, scale: float):
-        out, lse = layout.forward(q, k, v, scale)
+        out, lse = kept(lambda: layout.forward(q, k, v, scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out

@@ -5,7 +5,6 @@ import shutil
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -260,45 +258,6 @@ def freeze(
             weight.requires_grad_(False)
     for mixture in mixtures(model, family) if router else ():
         mixture.gate.requires_grad_(False)
-
-
-def checkpoint_blocks(model: nn.Module, family: Family, use_reentrant: bool) -> None:
-    """Recompute the blocks of text model and vision tower in the backward of training forwards.
-
-    The `forward` of each block object is wrapped. transformers' own switch depends on its version:
-    it wraps `__call__` in some and the class's `forward` in others, which a family's own forward
-    (`Family.layers`) then bypasses.
-    """
-    for path in (family.text_blocks, family.vision_blocks):
-        for block in model.get_submodule(path).children() if path else ():
-            block.forward = _recomputed_in_backward(block, block.forward, use_reentrant)
-
-
-def _recomputed_in_backward(
-    block: nn.Module, forward: Callable[..., Any], use_reentrant: bool
-) -> Callable[..., Any]:
-    """Return `forward` of this block under torch's activation checkpointing while the block trains.
-
-    Hooks of the module, FSDP2's among them, stay outside: a recomputed forward runs none of them a
-    second time.
-    """
-
-    def checkpointed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
-            return forward(hidden_states, *args, **kwargs)
-        if (
-            use_reentrant
-            and not hidden_states.requires_grad
-            and any(p.requires_grad for p in block.parameters())
-        ):
-            # The reentrant kind builds a graph only for inputs with gradients: after frozen
-            # embeddings, which give none, adapters of the first blocks would learn nothing.
-            hidden_states = hidden_states.detach().requires_grad_()
-        return checkpoint(
-            partial(forward, **kwargs), hidden_states, *args, use_reentrant=use_reentrant
-        )
-
-    return checkpointed
 
 
 def output_weight(model: PreTrainedModel) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from rlinf_vl.models.layers import kernels_for
+from rlinf_vl.models.recompute import MODES, kept
 
 #: The column (`TokenSequence.columns`) of the experts that an engine chose for each token, uint8 or
 #: int16 [T, L·k] (`Mixture.dtype`); all 0 for a token that was not reported, such as the last.
@@ -122,7 +123,8 @@ class Routing:
 
         `number` is that of the mixture.
         """
-        router_choice = experts = probs.topk(k, dim=-1).indices
+        (router_choice,) = kept(lambda: (probs.detach().topk(k).indices,), MODES)
+        experts = router_choice
         # Zeros in all places mark a token that was not reported: with k > 1 no token has expert 0
         # in all of them.
         engine_choice = is_reported = None

@@ -63,7 +63,7 @@ MEMORY_CHANGES = [
     Change(BUDGET, None),  # the largest that fits
     Change("actor.vision_cache_gb", 1.0),
     Change("actor.enable_offload", True),
-    Change("actor.fsdp_config.gradient_checkpointing", True),
+    Change("actor.fsdp_config.gradient_checkpointing", "full"),
     Change("actor.fsdp_config.reshard_after_forward", True),
     Change("rollout.max_running_requests", 64),
     Change("rollout.weight_sync", FALLBACK),  # through host memory, bucket by bucket
@@ -311,8 +311,7 @@ def model_key(config: Config) -> tuple[object, ...]:
     """Return the keys that decide on a config's `Model`, among those that are changed here."""
     model = config.actor.model
     lora = (model.lora.quantization, *model.lora.exclude_modules) if model.is_lora else ()
-    experts_apart = expert_parallel_size(config) > 1
-    return (config.actor.fsdp_config.gradient_checkpointing, experts_apart, model.is_lora, *lora)
+    return (expert_parallel_size(config) > 1, model.is_lora, *lora)
 
 
 def _by_size(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
@@ -350,6 +349,8 @@ def _lowers(config: Config, change: Change) -> bool:
     value = _value(config, change.key)
     if change.key == BUDGET:
         return value > min_budget(config)
+    if value == "auto" and change.key.startswith("actor.fsdp_config."):
+        return False  # the ledger settles it, with the smallest value if need be
     if isinstance(change.value, bool | str):
         return value != change.value
     return value > change.value

@@ -215,7 +215,7 @@ def _unused_paths(config: Config) -> list[str]:
         "torch engine": backend == "torch",
         "lora": actor.model.is_lora,
         "context parallel": actor.context_parallel_size > 1,
-        "checkpointing": actor.fsdp_config.gradient_checkpointing,
+        "checkpointing": actor.fsdp_config.gradient_checkpointing != "none",
     }
     return [path for path, is_used in used.items() if not is_used]
 

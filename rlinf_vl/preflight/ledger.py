@@ -13,6 +13,7 @@ Weights, gradients and optimizer are counted by closed forms of FSDP2's sharding
 `rlinf_vl.preflight.trace`. The constants below stand for what can't be measured beforehand.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import WAKE_RESERVE_BYTES, release_tags
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import BITS
+from rlinf_vl.models.recompute import MODES
 from rlinf_vl.preflight.model import EXPERT_IMBALANCE, Model, expert_parallel_size
 from rlinf_vl.preflight.trace import Trace
 from rlinf_vl.weights.strategy import Site, Strategy, choose_strategy
@@ -45,6 +47,8 @@ RESIDUE_BYTES = int(0.5 * GIB)
 RESERVE_BYTES = GIB
 #: Above this, SGLang's activations and graphs have too little room by its own rules.
 MOST_SHARE = 0.85
+#: Keys of `actor.fsdp_config` that the ledger settles where they are `auto`.
+AUTOMATIC = ("gradient_checkpointing", "reshard_after_forward")
 
 #: The parts of a phase, in the order of the table: a rank's, then an engine's.
 PARTS = (
@@ -123,6 +127,7 @@ class Ledger:
         share: `rollout.gpu_memory_utilization`, with `auto` resolved.
         kv_tokens: tokens that an engine's KV cache then holds.
         shape_source: where the model's shape is from.
+        settled: the keys of `actor.fsdp_config` that were `auto`.
         problems: reasons why it can't run; `rlinf_vl.preflight.advice` has remedies.
     """
 
@@ -133,6 +138,7 @@ class Ledger:
     kv_tokens: int
     trace: Trace
     shape_source: str
+    settled: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -144,6 +150,9 @@ def ledger(
 ) -> Ledger:
     """Sum up the memory that `config` takes on GPUs of this kind.
 
+    Where a key of `actor.fsdp_config` is `auto`, it has the fastest value with which training fits,
+    or else the one that takes the least memory. The ledger's config has that value.
+
     Args:
         placement: of ranks and engines; None: as on a cluster of `hardware` alone.
 
@@ -151,9 +160,54 @@ def ledger(
         ConfigError: the placement does not fit the cluster, or the model's shape is unknown.
     """
     placement = placement or placement_of(config, (hardware.gpus,) * hardware.nodes)
+    model = model or Model(config)
+    *faster, last = settled_configs(config)
+    smallest = _ledger(last, hardware, model, placement)
+    # Where nothing fits, the other ones need no trace.
+    for settled in faster if _training_fits(smallest) else ():
+        if _training_fits(candidate := _ledger(settled, hardware, model, placement)):
+            return replace(candidate, settled=automatic_keys(config))
+    return replace(smallest, settled=automatic_keys(config))
+
+
+def automatic_keys(config: Config) -> tuple[str, ...]:
+    """Return the keys of `actor.fsdp_config` whose value is `auto`."""
+    fsdp = config.actor.fsdp_config
+    return tuple(key for key in AUTOMATIC if getattr(fsdp, key) == "auto")
+
+
+def settled_configs(config: Config) -> list[Config]:
+    """Return the configs that `auto` in `actor.fsdp_config` may stand for, the fastest first.
+
+    A recomputation costs up to a quarter of training. Gathering weights again costs less, as it
+    runs beside products: it is given up last.
+    """
+    fsdp = config.actor.fsdp_config
+    modes = MODES if fsdp.gradient_checkpointing == "auto" else (fsdp.gradient_checkpointing,)
+    reshards = (
+        (False, True) if fsdp.reshard_after_forward == "auto" else (fsdp.reshard_after_forward,)
+    )
+    configs: list[Config] = []
+    for mode in modes:
+        for reshard in reshards:
+            settled = copy.deepcopy(config)
+            settled.actor.fsdp_config.gradient_checkpointing = mode
+            settled.actor.fsdp_config.reshard_after_forward = reshard
+            configs.append(settled)
+    return configs
+
+
+def _training_fits(memory_ledger: Ledger) -> bool:
+    """Return whether every GPU has room for forward, backward and optimizer step."""
+    trainings = (gpu.phases.get("train", {}) for gpu in memory_ledger.gpus)
+    usable = memory_ledger.hardware.usable
+    return all(sum(parts.values()) <= usable for parts in trainings)
+
+
+def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placement) -> Ledger:
+    """Sum up the memory of a config without `auto` in `actor.fsdp_config`."""
     ranks, is_shared = len(placement.actor), placement.shared
     tp = min(map(len, placement.engines))  # the smallest engine's GPUs are the fullest
-    model = model or Model(config)
     site = Site("cuda", is_shared, placement.beside_actors)
     strategy = choose_strategy(config.rollout.weight_sync, site)
     # With hsdp the ranks of each node share the weights: the smallest node's shards are the largest.
@@ -219,7 +273,11 @@ def ledger(
                 },
             )
         )
-    trace = model.step(config.runner.max_tokens_per_mbs, config.actor.context_parallel_size)
+    trace = model.step(
+        config.runner.max_tokens_per_mbs,
+        config.actor.context_parallel_size,
+        config.actor.fsdp_config.gradient_checkpointing,
+    )
     # States of fixed size, one for each running request, take their bytes first.
     kv_token_bytes = max(0, kv_bytes - config.rollout.max_running_requests * per_row)
     memory_ledger = Ledger(
@@ -292,7 +350,9 @@ def _rank(
         "gradients in flight": (compute + reduce)
         * (weights.unit_trained - _others(weights.block_trained_experts, expert)),
         "activations": model.step(
-            config.runner.max_tokens_per_mbs, actor.context_parallel_size
+            config.runner.max_tokens_per_mbs,
+            actor.context_parallel_size,
+            fsdp.gradient_checkpointing,
         ).peak,
     }
     if expert > 1:
@@ -436,7 +496,12 @@ def largest_budget(memory_ledger: Ledger, model: Model) -> int:
     budget, smallest_budget = runner.max_tokens_per_mbs, runner.seq_length
     second_budget = max(smallest_budget, budget // 2)
     budgets: list[int] = []
-    step = partial(model.step, context=memory_ledger.config.actor.context_parallel_size)
+    actor = memory_ledger.config.actor
+    step = partial(
+        model.step,
+        context=actor.context_parallel_size,
+        mode=actor.fsdp_config.gradient_checkpointing,
+    )
     for gpu in memory_ledger.gpus:
         for phase, trace in (("images", model.images), ("train", step)):
             parts = gpu.phases.get(phase, {})

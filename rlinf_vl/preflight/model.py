@@ -23,8 +23,9 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.family import Family, submodules
-from rlinf_vl.models.loading import DTYPES, checkpoint_blocks, part_of, use_packed_attention
+from rlinf_vl.models.loading import DTYPES, part_of, use_packed_attention
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
+from rlinf_vl.models.recompute import checkpoint_blocks
 from rlinf_vl.preflight.trace import Trace, interpolated, pretend_cuda, trace_images, trace_step
 from rlinf_vl.user_code import is_code
 
@@ -73,10 +74,10 @@ class Model:
             self.family,
             DTYPES[fsdp.mixed_precision.param_dtype],
             frozen=config.actor.model.frozen_parts,
-            checkpointing=fsdp.gradient_checkpointing,
             lora=config.actor.model.adapters,
             router=not config.actor.model.freeze_router,
         )
+        self._checkpointing = checkpoint_blocks(self._meta_model, self.family, "none")
         lora = config.actor.model.lora
         quantized = config.actor.model.is_lora and lora.quantization != "none"
         self.weights = Weights(
@@ -96,10 +97,12 @@ class Model:
         ]
 
     @cache  # noqa: B019  # a model or two in a process
-    def step(self, tokens: int, context: int | None = None) -> Trace:
+    def step(self, tokens: int, context: int | None = None, mode: str = "full") -> Trace:
         """Trace `trace_step` on CUDA for a rank's part of a row of `tokens`.
 
-        `context`: ranks that share the row; None: as the config says.
+        Args:
+            context: ranks that share the row; None: as the config says.
+            mode: `actor.fsdp_config.gradient_checkpointing`; `auto` counts as full.
         """
         if tokens > MOST_TOKENS:
             raise ConfigError(
@@ -110,15 +113,17 @@ class Model:
         rank_tokens = -(-tokens // (context or self._config.actor.context_parallel_size))
         longest = self._config.runner.seq_length
         if not self.interpolates:
-            return self._trace(rank_tokens)
+            return self._trace(rank_tokens, mode)
         # The longest sequence and four of them: memory and work are linear in tokens between.
         low, high = (n * max(512, longest // 512 * 512) for n in (1, 4))
-        return interpolated(self._trace(low), self._trace(high), low, high, rank_tokens)
+        shortest, longest_trace = self._trace(low, mode), self._trace(high, mode)
+        return interpolated(shortest, longest_trace, low, high, rank_tokens)
 
     @cache  # noqa: B019
-    def _trace(self, rank_tokens: int) -> Trace:
+    def _trace(self, rank_tokens: int, mode: str) -> Trace:
         longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
         with pretend_cuda():
+            self._checkpointing.mode = mode if mode != "auto" else "full"
             return trace_step(
                 self._meta_model, self.family, rank_tokens, longest=longest, chunk=chunk
             )
@@ -195,7 +200,6 @@ def meta_model(
     dtype: torch.dtype,
     *,
     frozen: Collection[str],
-    checkpointing: bool,
     lora: LoraSettings | None = None,
     router: bool = True,
 ) -> PreTrainedModel:
@@ -211,8 +215,6 @@ def meta_model(
     for weight in model.parameters():
         # Adapters, too, in the dtype in which FSDP gathers them.
         weight.data = weight.data.to(dtype)
-    if checkpointing:
-        checkpoint_blocks(model, family, use_reentrant=False)
     return model
 
 

@@ -20,6 +20,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.loading import DTYPES
+from rlinf_vl.models.recompute import MODES
 from rlinf_vl.preflight.advice import (
     BUDGET,
     ENGINE_SHARE,
@@ -151,15 +152,13 @@ class Search:
 
     def _candidates(self, context: int, cpu_offload: bool) -> Iterator[tuple[Change, ...]]:
         """Yield the changes of each layout, but for its budget."""
-        recomputes = self.config.actor.fsdp_config.gradient_checkpointing
-        modes = (False, True) if isinstance(recomputes, bool) else ("none", "selective", "full")
         strategies = ("fsdp2", "hsdp") if self.hardware.nodes > 1 else ("fsdp2",)
         for placement, ranks, is_shared in self._placements():
             if ranks % context:
                 continue
             offloads = (False, True) if is_shared and not cpu_offload else (False,)
             products = itertools.product(
-                self._engine_sizes(), strategies, self._expert_sizes(ranks), modes,
+                self._engine_sizes(), strategies, self._expert_sizes(ranks), MODES,
                 (True, False), offloads,
             )  # fmt: skip
             for size, strategy, experts, mode, reshard, offload in products:

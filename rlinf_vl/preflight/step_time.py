@@ -206,7 +206,7 @@ class _Ranks:
         #: Tokens of a rank in a micro-batch.
         self.tokens = row_tokens / self.n_micro / grid.context
         budget = config.runner.max_tokens_per_mbs
-        self.trace = model.step(budget, grid.context)
+        self.trace = model.step(budget, grid.context, fsdp.gradient_checkpointing)
         self.share = self.tokens / -(-budget // grid.context)
         # Each query of a response sees its prompt and half of the response.
         group_size, r, p = config.algorithm.group_size, lengths.response, lengths.prompt
@@ -280,7 +280,7 @@ class _Ranks:
         trace, weights = self.trace, self.model.weights
         parts = ("text", "root", *(("tower",) if weights.trains_vision else ()))
         work = trace.work if training else trace.forward
-        recomputes = self.config.actor.fsdp_config.gradient_checkpointing
+        recomputes = self.config.actor.fsdp_config.gradient_checkpointing != "none"
         # Two thirds of the operations are backward's, and those that are computed again.
         operations = trace.operations * (1 if training else 0.25 if recomputes else 0.33)
         compute = self._compute(work, operations, self.share, self.pairs)

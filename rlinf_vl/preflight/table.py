@@ -9,7 +9,16 @@ from rlinf_vl.config.placement import placement_of
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import layout_table
 from rlinf_vl.preflight.advice import advise
-from rlinf_vl.preflight.ledger import GIB, PARTS, Gpu, Hardware, Ledger, largest_budget, ledger
+from rlinf_vl.preflight.ledger import (
+    AUTOMATIC,
+    GIB,
+    PARTS,
+    Gpu,
+    Hardware,
+    Ledger,
+    largest_budget,
+    ledger,
+)
 from rlinf_vl.preflight.model import Model
 
 
@@ -45,6 +54,11 @@ def render(memory_ledger: Ledger, largest: int = 0, advice: Sequence[str] = ()) 
         f"{sum(memory_ledger.trace.synchronising.values())} wait for the GPU, in a micro-batch's "
         "forward and backward",
     ]
+    fsdp = config.actor.fsdp_config
+    for key in AUTOMATIC:
+        automatic = " (auto)" if key in memory_ledger.settled else ""
+        value = str(getattr(fsdp, key)).lower()
+        lines.append(f"- actor.fsdp_config.{key} {value}{automatic}")
     if largest:
         lines.append(
             "- the largest runner.max_tokens_per_mbs that fits, up to four times this one, is "

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 
 from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.models.loading import checkpoint_blocks, freeze
+from rlinf_vl.models.loading import freeze
 from rlinf_vl.models.lora import AdapterError, is_adapter, train_parts
 from rlinf_vl.models.policy import PolicyModel
+from rlinf_vl.models.recompute import checkpoint_blocks
 from rlinf_vl.models.saving import save_model
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator
@@ -152,7 +153,7 @@ class Proofs:
     def checkpointing(self) -> Figures:
         """Compare shared prompts with blocks that are computed again in the backward."""
         policy = self.member.policy().train()
-        checkpoint_blocks(policy.model, self.member.family, False)
+        checkpoint_blocks(policy.model, self.member.family, "full")
         return self._row_figures(self._flat, *self._flat_reference, policy=policy)
 
     def cached_features(self) -> Figures:

@@ -78,7 +78,7 @@ class RayParts:
         from rlinf_vl.actor.group import ActorGroup
         from rlinf_vl.controller.remote_writer import RemoteWriter
         from rlinf_vl.controller.supervise import EngineLink, strategy_of
-        from rlinf_vl.preflight.gpu_share import settle_gpu_share
+        from rlinf_vl.preflight.automatic import settle_memory
         from rlinf_vl.rollout.pool import RolloutPool
         from rlinf_vl.runtime.launch import ray_cluster, reserve
 
@@ -86,7 +86,7 @@ class RayParts:
         options = self._stack.enter_context(ray_cluster(config))
         reservation = self._stack.enter_context(reserve(config, True, options))
         self.device = reservation.device
-        settle_gpu_share(config, path, reservation)
+        settle_memory(config, path, reservation)
         writer = partial(RemoteWriter, config, run_dir, path)
         self.log = self._stack.enter_context(
             closing(RunLog(config, run_dir, writer, self._progress))

@@ -5,7 +5,7 @@ import ray
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight import gpu_share
+from rlinf_vl.preflight import automatic
 from rlinf_vl.preflight.ledger import Hardware, ledger
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.launch import reserve
@@ -24,11 +24,11 @@ def eight_gpus():
 
 
 def settled(monkeypatch, size: int, *overrides: str):
-    """The config behind `settle_gpu_share`, on 8 GPUs of so many bytes."""
-    monkeypatch.setattr(gpu_share, "_gpu_bytes", lambda: size)
+    """The config behind `settle_memory`, on 8 GPUs of so many bytes."""
+    monkeypatch.setattr(automatic, "_gpu_bytes", lambda: size)
     config = parse_config(FLAGSHIP, overrides)
     with reserve(config) as placement:
-        gpu_share.settle_gpu_share(config, config.rollout.model.model_path, placement)
+        automatic.settle_memory(config, config.rollout.model.model_path, placement)
     return config
 
 

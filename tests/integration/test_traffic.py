@@ -52,7 +52,7 @@ def counted(
 
     fsdp = FsdpConfig(
         reshard_after_forward=reshard,
-        gradient_checkpointing=checkpointing,
+        gradient_checkpointing="full" if checkpointing else "none",
         mixed_precision=MixedPrecisionConfig("bf16", "fp32"),
     )
     with mock.patch.object(meshes, "ONE_UNIT", 0):
@@ -90,7 +90,6 @@ def closed_forms(
             family,
             torch.bfloat16,
             frozen=("vision_tower", "projector"),
-            checkpointing=checkpointing,
             router=False,
         )
         weights = Weights(meta, family)

@@ -10,6 +10,7 @@ from rlinf_vl.config.schema.limits import (
     POSITIVE,
     POSITIVE_OR_INFINITE,
     SHARE,
+    TRUE_FALSE_OR_AUTO,
     key,
 )
 
@@ -112,14 +113,19 @@ class FsdpConfig:
     """fsdp2: every rank has a share of the weights and of the optimizer's state. hsdp: the ranks of
     each node have the whole between them, so that weights are gathered inside a node and only
     gradients cross nodes: faster, for more memory."""
-    gradient_checkpointing: bool = True
-    """Recompute activations per block in backward."""
+    gradient_checkpointing: str = key("auto", ("auto", "full", "mlp", "selective", "none"))
+    """Which activations of each block backward recomputes. full (or true): all, from the block's
+    input. mlp: all but attention and its projections. selective: norms, rotations, activations and
+    the like; the outputs of attention and of linear layers are kept. none (or false): nothing.
+    auto: the first of none, selective, mlp and full with which training fits the run's GPUs, by the
+    memory ledger; none on a CPU."""
     gradient_checkpointing_use_reentrant: bool = False
     """torch.utils.checkpoint's variant."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | str = key("auto", TRUE_FALSE_OR_AUTO)
     """Free a block's gathered weights after its forward, and gather them again for its backward
     (ZeRO-3). false keeps them and the whole gradient through all micro-batches of an optimizer step
-    (ZeRO-2): faster, for more memory."""
+    (ZeRO-2): faster, for more memory. auto: false where that fits the run's GPUs beside what
+    gradient_checkpointing keeps, by the memory ledger; true on a CPU."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)

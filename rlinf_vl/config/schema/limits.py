@@ -32,6 +32,7 @@ SHARE = Limit("lie in [0, 1]", lambda x: 0 <= x <= 1)
 SHARE_OR_AUTO = Limit(
     "lie in (0, 1], or be auto", lambda x: 0 < x <= 1 if isinstance(x, float) else x == "auto"
 )
+TRUE_FALSE_OR_AUTO = Limit("be true, false or auto", lambda x: isinstance(x, bool) or x == "auto")
 DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
 STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
 

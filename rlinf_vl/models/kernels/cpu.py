@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlinf_vl.models.kernels.products import add_matmul, has_bfloat16_units, matmul
+from rlinf_vl.models.recompute import kept, modes_keeping
 
 #: Elements that a chain of element-wise operations in bfloat16 processes at a time, so that
 #: intermediate results stay in the cache. (In float32 the chains are shorter, and whole tensors
@@ -178,10 +179,12 @@ class _Projections(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, *weights):
+    def forward(ctx, x, kept_in, *weights):
         ctx.save_for_backward(x, *weights)
         rows = x.flatten(0, -2)
-        return tuple(matmul(rows, weight.t()).view(*x.shape[:-1], -1) for weight in weights)
+        return kept(
+            lambda: tuple(matmul(rows, w.t()).view(*x.shape[:-1], -1) for w in weights), kept_in
+        )
 
     @staticmethod
     def backward(ctx, *grads):
@@ -193,10 +196,10 @@ class _Projections(torch.autograd.Function):
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 add_matmul(dx, grad, weight)
             dx = dx.view_as(x)
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         needed_grads = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
         weight_grads = _weight_gradients(rows, needed_grads)
-        return dx, *(next(weight_grads) if is_needed else None for is_needed in needed)
+        return dx, None, *(next(weight_grads) if is_needed else None for is_needed in needed)
 
 
 def _weight_gradients(x: torch.Tensor, grads: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -227,5 +230,6 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
 def projections(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
     """Return each linear layer applied to x [..., H]."""
     if all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
-        return _apply(_Projections, x, *(layer.weight for layer in layers))
+        weights = (layer.weight for layer in layers)
+        return _apply(_Projections, x, modes_keeping(layers[0]), *weights)
     return tuple(layer(x) for layer in layers)

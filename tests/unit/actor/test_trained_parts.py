@@ -32,7 +32,7 @@ TRAINED = {
 def trainer_of(mesh, family: str = "qwen3_vl", checkpointing: bool = False, **model):
     actor = ActorConfig(model=ActorModelConfig(**model))
     actor.fsdp_config.mixed_precision.param_dtype = "fp32"
-    actor.fsdp_config.gradient_checkpointing = checkpointing
+    actor.fsdp_config.gradient_checkpointing = "full" if checkpointing else "none"
     algorithm = with_presets(AlgorithmConfig(entropy_bonus=0.0, kl_beta=0.0))
     return tiny_trainer(
         mesh, lambda dtype: tiny_policy(dtype, model_type=family), actor=actor, algorithm=algorithm

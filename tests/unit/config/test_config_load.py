@@ -1,12 +1,14 @@
 """Loading: composition, overrides, types, and what a mistake is told."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlinf_vl.config import Config, load_config, save_config
+from rlinf_vl.config import Config, changed_keys, load_config, save_config
+from rlinf_vl.config.automatic import settle_without_ledger
 from rlinf_vl.config.load import examples
 from rlinf_vl.config.placement import parse_placement
 from rlinf_vl.errors import ConfigError
@@ -313,3 +315,32 @@ def test_loading_imports_nothing_heavy():
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (path := tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00")
     assert f"{path}: is not UTF-8" in refused(str(path))
+
+
+@pytest.mark.parametrize(
+    ("written", "mode"),
+    [("true", "full"), ("false", "none"), ("full", "full"), ("mlp", "mlp"), ("auto", "auto")],
+)
+def test_checkpointing_is_switched_as_before_or_by_mode(written, mode):
+    config = load_config("toy-grpo-cpu", [f"actor.fsdp_config.gradient_checkpointing={written}"])
+    assert config.actor.fsdp_config.gradient_checkpointing == mode
+
+
+def test_unknown_checkpointing_is_refused_with_the_modes():
+    with pytest.raises(ConfigError, match="'selektive'.*full, mlp, selective, none.*selective"):
+        load_config("toy-grpo-cpu", ["actor.fsdp_config.gradient_checkpointing=selektive"])
+    with pytest.raises(ConfigError, match="reshard_after_forward: sometimes must be true, false"):
+        load_config("toy-grpo-cpu", ["actor.fsdp_config.reshard_after_forward=sometimes"])
+
+
+def test_what_a_start_has_settled_is_no_change(tmp_path):
+    """A run's config.yaml has `none` where its config says auto; resumed, it has changed nothing."""
+    config = load_config("toy-grpo-cpu", ["actor.fsdp_config.gradient_checkpointing=auto"])
+    settled = copy.deepcopy(config)
+    settle_without_ledger(settled, "cpu")
+    assert settled.actor.fsdp_config.gradient_checkpointing == "none"
+    assert settled.actor.fsdp_config.reshard_after_forward is True
+    save_config(settled, tmp_path / "config.yaml")
+    assert changed_keys(config, tmp_path / "config.yaml") == []
+    config.actor.fsdp_config.gradient_checkpointing = "full"
+    assert len(changed_keys(config, tmp_path / "config.yaml")) == 1

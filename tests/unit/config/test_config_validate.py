@@ -425,6 +425,7 @@ def beyond(key: str) -> str:
         "be at least 0, or -1 for all": "-2",
         "lie in [0, 1]": "1.1",
         "lie in [0, 1)": "1",
+        "be true, false or auto": "never",
     }
     return (beyond | {"lie in [0, 2^63)": str(2**63)}).get(must, "1")
 

@@ -27,7 +27,7 @@ from rlinf_vl.models.families import family_of
             "rlinf_vl.controller.evaluate",
             {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
         ),
-        ("rlinf_vl.preflight.gpu_share", {"torch", "transformers"}),
+        ("rlinf_vl.preflight.automatic", {"torch", "transformers"}),
         ("rlinf_vl.toy.checkpoint", {"torch", "transformers"}),
     ],
 )

@@ -9,7 +9,7 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.engines.base import WAKE_RESERVE_BYTES
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.ledger import Hardware, largest_budget, ledger
+from rlinf_vl.preflight.ledger import Hardware, largest_budget, ledger, settled_configs
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.table import render
 
@@ -24,8 +24,53 @@ def model() -> Model:
     return Model(parse_config(FLAGSHIP))
 
 
+#: What takes the least memory, and so what does not depend on the hardware.
+SMALLEST = (
+    "actor.fsdp_config.gradient_checkpointing=full",
+    "actor.fsdp_config.reshard_after_forward=true",
+)
+
+
 def made(model, *overrides, on=CLUSTERS[0]):
-    return ledger(parse_config(FLAGSHIP, overrides), on, model)
+    return ledger(parse_config(FLAGSHIP, [*SMALLEST, *overrides]), on, model)
+
+
+AUTOMATIC = tuple(text.partition("=")[0] + "=auto" for text in SMALLEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cards", "tokens", "chosen"),
+    [
+        ((8, 80), 16384, ("none", False)),
+        ((8, 48), 16384, ("mlp", False)),
+        ((8, 24), 8192, ("full", True)),
+        ((1, 24), 16384, ("full", True)),
+    ],
+)
+def test_auto_is_the_fastest_that_fits(model, cards, tokens, chosen):
+    """Each alternative before the chosen one does not fit, and the chosen one does, unless none does."""
+    hardware, budget = Hardware.named(*cards), f"runner.max_tokens_per_mbs={tokens}"
+    found = made(model, *AUTOMATIC, budget, on=hardware)
+    fsdp = found.config.actor.fsdp_config
+    assert (fsdp.gradient_checkpointing, fsdp.reshard_after_forward) == chosen
+    assert found.settled == ("gradient_checkpointing", "reshard_after_forward")
+    for config in settled_configs(parse_config(FLAGSHIP, [*AUTOMATIC, budget])):
+        settings = config.actor.fsdp_config
+        needed = sum(ledger(config, hardware, model).gpus[0].phases["train"].values())
+        if (settings.gradient_checkpointing, settings.reshard_after_forward) == chosen:
+            assert needed <= hardware.usable or cards[0] == 1
+            break
+        assert needed > hardware.usable
+    assert "gradient_checkpointing " + chosen[0] + " (auto)" in render(found)
+
+
+def test_what_is_said_is_kept_where_the_rest_is_auto(model):
+    """On one GPU weights are always gathered once, whatever is chosen."""
+    found = made(model, AUTOMATIC[1], "runner.max_tokens_per_mbs=4096")
+    fsdp = found.config.actor.fsdp_config
+    assert (fsdp.gradient_checkpointing, fsdp.reshard_after_forward) == ("full", False)
+    assert found.settled == ("reshard_after_forward",)
 
 
 @pytest.mark.parametrize("hardware", CLUSTERS, ids=str)
@@ -60,7 +105,7 @@ def test_quantized_weights_are_whole_in_every_rank():
     lora, nf4 = ["actor.model.is_lora=true"], "actor.model.lora.quantization=nf4"
 
     def found(*overrides):
-        config = parse_config(FLAGSHIP, [*lora, *overrides])
+        config = parse_config(FLAGSHIP, [*SMALLEST, *lora, *overrides])
         model = Model(config)
         return [
             ledger(config, hardware, model).gpus[0].phases["train"] for hardware in CLUSTERS[:2]
@@ -111,8 +156,10 @@ def test_what_settings_change(model):
 
 
 def test_ranks_of_a_node_share_the_weights_by_the_placement_that_a_run_was_given(model):
-    """`gpu_share` knows the GPUs of all nodes together."""
-    config = parse_config(FLAGSHIP, ["actor.fsdp_config.strategy=hsdp", "cluster.num_nodes=2"])
+    """`automatic` knows the GPUs of all nodes together."""
+    config = parse_config(
+        FLAGSHIP, [*SMALLEST, "actor.fsdp_config.strategy=hsdp", "cluster.num_nodes=2"]
+    )
     placed = placement_of(config, (8, 8))
     given = ledger(config, Hardware(16, CLUSTERS[2].gpu_bytes), model, placed)
     planned = ledger(config, CLUSTERS[2], model)
@@ -132,17 +179,20 @@ def test_auto_leaves_a_reserve_where_engines_wake_beside_ranks(model):
 @pytest.mark.slow
 def test_a_teacher_has_weights_and_image_features_of_its_own(model):
     config = parse_config(
-        FLAGSHIP, ["algorithm.distillation.teacher_path=Qwen/Qwen3-VL-2B-Instruct"]
+        FLAGSHIP, [*SMALLEST, "algorithm.distillation.teacher_path=Qwen/Qwen3-VL-2B-Instruct"]
     )
     taught = ledger(config, CLUSTERS[1]).gpus[0].phases["train"]
     alone = made(model, on=CLUSTERS[1]).gpus[0].phases["train"]
     hint = "algorithm.distillation.privileged_template='{answer}'"
     own = ["algorithm.distillation.teacher_path=self", hint, "rollout.max_turns=1"]
-    self_taught = ledger(parse_config(FLAGSHIP, own), CLUSTERS[1]).gpus[0].phases["train"]
+    self_taught = (
+        ledger(parse_config(FLAGSHIP, [*SMALLEST, *own]), CLUSTERS[1]).gpus[0].phases["train"]
+    )
     assert self_taught == taught, "the policy is such a model, too"
     two = parse_config(
         FLAGSHIP,
         [
+            *SMALLEST,
             "algorithm.distillation.teachers={a: Qwen/Qwen3-VL-2B-Instruct, "
             "b: Qwen/Qwen3-VL-4B-Instruct, c: Qwen/Qwen3-VL-2B-Instruct}",
             "algorithm.distillation.teacher_key=kind",
@@ -165,7 +215,10 @@ def test_ranks_that_share_rows_have_a_part_of_the_activations():
     """Of the same row; a chunk of logits does not shrink."""
     budget = "runner.max_tokens_per_mbs=32768"
     one, part = (
-        ledger(parse_config(FLAGSHIP, [budget, f"actor.context_parallel_size={n}"]), CLUSTERS[1])
+        ledger(
+            parse_config(FLAGSHIP, [*SMALLEST, budget, f"actor.context_parallel_size={n}"]),
+            CLUSTERS[1],
+        )
         .gpus[0]
         .phases["train"]["activations"]
         for n in (1, 4)
@@ -248,7 +301,9 @@ def test_a_local_model_folder_is_read(tmp_path, model):
 
     tiny_model().config.save_pretrained(tmp_path)
     found = ledger(
-        parse_config(FLAGSHIP), CLUSTERS[0], Model(parse_config(FLAGSHIP), str(tmp_path))
+        parse_config(FLAGSHIP, SMALLEST),
+        CLUSTERS[0],
+        Model(parse_config(FLAGSHIP, SMALLEST), str(tmp_path)),
     )
     assert found.shape_source == "its config.json" and not found.problems
     assert found.gpus[0].phases["train"]["parameters"] < 2**20
@@ -258,8 +313,8 @@ def test_a_model_without_a_tower_has_no_phase_of_images(tmp_path):
     from tiny import tiny_config
 
     tiny_config("qwen3").save_pretrained(tmp_path)
-    made = Model(parse_config(FLAGSHIP), str(tmp_path))
-    found = ledger(parse_config(FLAGSHIP), CLUSTERS[0], made)
+    made = Model(parse_config(FLAGSHIP, SMALLEST), str(tmp_path))
+    found = ledger(parse_config(FLAGSHIP, SMALLEST), CLUSTERS[0], made)
     assert made.weights.tower == 0 and not found.problems
     assert not any(
         p.get("vision cache") or "activations" in p for p in [found.gpus[0].phases["images"]]

@@ -10,6 +10,7 @@ from rlinf_vl.models import attention
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.kernels.attention import Matmul
 from rlinf_vl.models.loading import freeze, use_packed_attention
+from rlinf_vl.models.recompute import MODES, checkpoint_blocks
 from rlinf_vl.preflight.model import Weights, meta_model, model_config
 from rlinf_vl.preflight.trace import LiveBytes, pretend_cuda, trace_images, trace_step
 
@@ -17,9 +18,9 @@ FAMILY = family_of("qwen3_vl")
 GIB = 2**30
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_trace_on_meta_counts_what_real_tensors_take(checkpointing, frozen):
+def test_a_trace_on_meta_counts_what_real_tensors_take(mode, frozen):
     """The same code, once computed on the CPU and once traced: bytes alive after forward and at the peak are equal."""
     real = use_packed_attention(tiny_model(), FAMILY).train()
     meta = meta_model(
@@ -27,16 +28,11 @@ def test_a_trace_on_meta_counts_what_real_tensors_take(checkpointing, frozen):
         FAMILY,
         torch.float32,
         frozen=("vision_tower", "projector") if frozen else (),
-        checkpointing=checkpointing,
     )
     if frozen:
         freeze(real, FAMILY)
-    if checkpointing:
-        enable = (
-            getattr(real, "activation_checkpointing_enable", None)
-            or real.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+    for model in (real, meta):
+        checkpoint_blocks(model, FAMILY, mode)
     with mock.patch.object(attention, "kernel_for", lambda *_: Matmul):
         counted, computed = (trace_step(m, FAMILY, 96, longest=24, chunk=16) for m in (meta, real))
         towers = [trace_images(m, FAMILY, 40, 12) for m in (meta, real)]
@@ -69,21 +65,13 @@ def test_live_bytes_are_those_of_living_storages():
 def flagship():
     config, said = model_config("Qwen/Qwen3-VL-2B-Instruct")
     assert "table" in said or "cache" in said
-    return {
-        checkpointing: meta_model(
-            config,
-            FAMILY,
-            torch.bfloat16,
-            frozen=("vision_tower", "projector"),
-            checkpointing=checkpointing,
-        )
-        for checkpointing in (True, False)
-    }
+    model = meta_model(config, FAMILY, torch.bfloat16, frozen=("vision_tower", "projector"))
+    return model, checkpoint_blocks(model, FAMILY, "full")
 
 
 def test_the_flagship_has_its_shape(flagship):
     """Parameters by hand: Qwen3-VL-2B has 2,127,532,032, of them 406,957,056 in its tower."""
-    weights = Weights(flagship[True], FAMILY)
+    weights = Weights(flagship[0], FAMILY)
     h, i, layers, vocab, kv = 2048, 6144, 28, 151936, 8 * 128
     block = 2 * h * h + 2 * h * kv + 3 * h * i + 2 * h + 2 * 128
     assert weights.block == block
@@ -99,15 +87,23 @@ def test_checkpointing_keeps_one_tensor_a_layer(flagship):
     """What forward leaves for backward: [T, 2048] bfloat16 per layer, and little else; without checkpointing over ten times
     that. The traced peak is then the head's or a block's, not the sum over layers."""
     tokens = 4096
-    with pretend_cuda():
-        with_it, without = (
-            trace_step(flagship[c], FAMILY, tokens, longest=1024, chunk=256) for c in (True, False)
-        )
+    model, checkpointing = flagship
+    traces = {}
+    for mode in MODES:
+        checkpointing.mode = mode
+        with pretend_cuda():
+            traces[mode] = trace_step(model, FAMILY, tokens, longest=1024, chunk=256)
+    none, selective, mlp, full = (traces[mode] for mode in MODES)
     per_layer = tokens * 2048 * 2
-    assert 28 * per_layer < with_it.saved < 28 * per_layer * 1.3
-    assert without.saved > 10 * with_it.saved
-    assert with_it.peak < without.peak / 2
-    assert with_it.operations > without.operations  # forward twice
+    assert 28 * per_layer < full.saved < 28 * per_layer * 1.3
+    assert none.saved > 10 * full.saved
+    assert full.peak < none.peak / 2
+    assert none.operations < selective.operations < mlp.operations < full.operations
+    # By hand, in units of the hidden state: input; queries, keys and values; attention's output; its projection; gates and
+    # ups of three widths each.
+    units = 1 + 2 + 1 + 1
+    assert 28 * per_layer * units < mlp.saved < 28 * per_layer * (units + 0.3)
+    assert selective.saved - mlp.saved == 28 * per_layer * 6
 
 
 def test_logits_exist_a_chunk_at_a_time(flagship):
@@ -115,7 +111,7 @@ def test_logits_exist_a_chunk_at_a_time(flagship):
     would be 1.2 GB a copy."""
     with pretend_cuda():
         small, large = (
-            trace_step(flagship[True], FAMILY, 2048, longest=1024, chunk=c).peak for c in (128, 512)
+            trace_step(flagship[0], FAMILY, 2048, longest=1024, chunk=c).peak for c in (128, 512)
         )
     logits = (512 - 128) * 151936 * 4
     assert logits < large - small < 6 * logits

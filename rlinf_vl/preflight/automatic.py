@@ -1,9 +1,10 @@
-"""Resolve `rollout.gpu_memory_utilization: auto` by the memory ledger of a run's own GPUs."""
+"""Settle the `auto` of keys on memory by the memory ledger of a run's own GPUs."""
 
 import logging
 
 import ray
 
+from rlinf_vl.config.automatic import settle_without_ledger
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.launch import Reservation
@@ -11,18 +12,17 @@ from rlinf_vl.runtime.launch import Reservation
 log = logging.getLogger(__name__)
 
 
-def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) -> None:
-    """Resolve `rollout.gpu_memory_utilization: auto` in place.
+def settle_memory(config: Config, model_path: str, reservation: Reservation) -> None:
+    """Settle `auto` in place, in `rollout.gpu_memory_utilization` and in `actor.fsdp_config`.
 
-    A number is the user's choice: the ledger may only warn of it.
+    Other values are the user's choice: the ledger may only warn of them.
 
     Raises:
         ConfigError: no share of the GPUs' memory is enough for the engines beside the rest.
     """
     rollout, automatic = config.rollout, config.rollout.gpu_memory_utilization == "auto"
     if reservation.device != "cuda":
-        if automatic:
-            rollout.gpu_memory_utilization = 0.6
+        settle_without_ledger(config, reservation.device)
         return
     from rlinf_vl.preflight.advice import advise
     from rlinf_vl.preflight.ledger import Hardware, ledger
@@ -54,6 +54,10 @@ def settle_gpu_share(config: Config, model_path: str, reservation: Reservation) 
             memory_ledger.share,
             memory_ledger.kv_tokens,
         )
+    for key in memory_ledger.settled:
+        value = getattr(memory_ledger.config.actor.fsdp_config, key)
+        setattr(config.actor.fsdp_config, key, value)
+        log.info("actor.fsdp_config.%s auto is %s", key, str(value).lower())
 
 
 def _gpu_bytes() -> int:
