@@ -102,7 +102,8 @@ LAYOUTS = [
     pytest.param(replace(BASE, minibatches=2), id="2 mini-batches"),
     pytest.param(replace(BASE, ranks=2, minibatches=2, budget=90), id="2 mini-batches on 2 ranks"),
     pytest.param(
-        replace(BASE, ranks=2, minibatches=2, budget=90, checkpointing=True), id="all at once"
+        replace(BASE, ranks=2, minibatches=2, budget=90, checkpointing="selective"),
+        id="all at once",
     ),
     pytest.param(
         replace(BASE, minibatches=2, old_logprobs="true"), id="a pass for all old logprobs"
@@ -330,7 +331,7 @@ LORA = replace(BASE, lora="language", kl_beta=0.1)
     [
         pytest.param(LORA, id="one row"),
         pytest.param(
-            replace(LORA, ranks=2, budget=90, minibatches=2, checkpointing=True),
+            replace(LORA, ranks=2, budget=90, minibatches=2, checkpointing="selective"),
             id="2 ranks, split",
         ),
         pytest.param(
@@ -386,7 +387,7 @@ BALANCED = replace(MIXTURE, replay=False, balance=0.3)
     [
         pytest.param(replace(MIXTURE, kl_beta=0.1), id="replay, a reference that routes itself"),
         pytest.param(
-            replace(MIXTURE, ranks=2, budget=80, minibatches=2, checkpointing=True),
+            replace(MIXTURE, ranks=2, budget=80, minibatches=2, checkpointing="mlp"),
             id="replay, split, 2 mini-batches",
         ),
         pytest.param(
@@ -400,7 +401,9 @@ BALANCED = replace(MIXTURE, replay=False, balance=0.3)
         ),
         pytest.param(replace(BALANCED, share=False, size=1), id="balance, repeated prompts"),
         pytest.param(
-            replace(BALANCED, ranks=2, budget=120, pad=True, checkpointing=True, reentrant=True),
+            replace(
+                BALANCED, ranks=2, budget=120, pad=True, checkpointing="selective", reentrant=True
+            ),
             id="balance, padded, reentrant",
         ),
         pytest.param(
@@ -608,7 +611,7 @@ SIX = {
             id="trees, credit by turn",
         ),
         pytest.param(
-            replace(BASE, ranks=4, context=4, family="qwen3_5", checkpointing=True),
+            replace(BASE, ranks=4, context=4, family="qwen3_5", checkpointing="selective"),
             "turns in sequences",
             id="delta nets",
         ),
