@@ -38,12 +38,12 @@ class FileSender(Sender):
         ]  # fmt: skip
 
     def deliver(self, readers: Sequence[ray.ObjectRef] = ()) -> None:
-        for i, label, bucket in self.buckets():
+        for i, _, bucket in self.buckets():
             if self.rank == 0:
                 unfinished = self._folder / f"{i}.part"
-                flatten(bucket, self.copy_of(i, label)).numpy().tofile(unfinished)
+                flatten(bucket).numpy().tofile(unfinished)
                 os.replace(unfinished, self._folder / str(i))
-        self.snapshot_version = self.offered_version
+        self.keep_sent()
 
     def release(self) -> None:
         if self.rank == 0:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from rlinf_vl.transport.rendezvous import Store, listen
@@ -16,10 +15,7 @@ from rlinf_vl.weights.strategy import LoadingEngine, Site, Strategy
 
 @dataclass
 class BroadcastSender(Sender):
-    """The sender of broadcasts: rank 0.
-
-    It also copies the sent weights to host memory, for workers that replace dead ones.
-    """
+    """The sender of broadcasts: rank 0."""
 
     group: dist.ProcessGroup | None = field(default=None, init=False)
     store: Store | None = field(default=None, init=False)
@@ -34,7 +30,7 @@ class BroadcastSender(Sender):
     def join(self, group: WeightGroup) -> None:
         """Join `group` in place of the group joined before, if there is one. Rank 0 only.
 
-        Where no engine is in it, nothing is broadcast: weights are only copied, for engines that
+        Where no engine is in it, nothing is broadcast: weights are only kept, for engines that
         start later.
         """
         if self.group is not None:
@@ -47,17 +43,10 @@ class BroadcastSender(Sender):
         return labels if self.rank == 0 else []
 
     def deliver(self, readers: Sequence[Reference] = ()) -> None:
-        for i, label, bucket in self.buckets():
-            if self.rank == 0:
-                copy = self.copy_of(i, label)
-                flat = flatten(bucket, copy if self.device == "cpu" else None)
-                if self.group is not None:
-                    dist.broadcast(flat, src=0, group=self.group)
-                if self.device == "cuda":
-                    copy.copy_(flat, non_blocking=True)
-        if self.device == "cuda":
-            torch.cuda.synchronize()  # copied before anyone asks for the snapshot
-        self.snapshot_version = self.offered_version
+        for _, _, bucket in self.buckets():
+            if self.group is not None:
+                dist.broadcast(flatten(bucket), src=0, group=self.group)
+        self.keep_sent()
 
 
 class BroadcastStrategy(Strategy):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlinf_vl.types import Reference
 from rlinf_vl.weights.buckets import pack
-from rlinf_vl.weights.sender import Offer, Sender, put
+from rlinf_vl.weights.sender import Offer, Sender, Snapshot, put
 from rlinf_vl.weights.strategy import Strategy
 
 
@@ -31,8 +31,11 @@ class ObjectStoreSender(Sender):
         self.snapshot_version = version
         return self.full_offer(self._stored, size)
 
-    def snapshot_buckets(self) -> list[Reference]:
-        return self._stored
+    def snapshot(self) -> Snapshot | None:
+        # The buckets are in the store as long as they are the last ones.
+        if self.snapshot_version is None:
+            return None
+        return Snapshot(self.snapshot_version, self._stored)
 
 
 class ObjectStoreStrategy(Strategy):

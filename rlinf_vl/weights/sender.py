@@ -23,8 +23,10 @@ from typing import Any
 import torch
 
 from rlinf_vl.types import Reference
-from rlinf_vl.weights.buckets import Label, group_by_size, pack, read_buckets
+from rlinf_vl.weights.buckets import Label, group_by_size, read_buckets
+from rlinf_vl.weights.changes import patches
 from rlinf_vl.weights.patch import Patch
+from rlinf_vl.weights.rank_copy import RankCopy
 
 
 def put(value: Any) -> Reference:
@@ -100,8 +102,7 @@ class Sender:
             may ask.
         parts: gives this rank's part of each (`shard.ShardPart`), in the engine's
             dtype. Collective.
-        sent_buckets: copies in host memory of the weights sent last, by bucket: training goes on,
-            so the model can't be asked for them.
+        copy: this rank's part of the weights sent last, in host memory.
         offered_version: version of the weights offered last.
         snapshot_version: version of the weights that `snapshot` gives, None while it has none.
     """
@@ -112,9 +113,12 @@ class Sender:
     world_size: int
     device: str
     bucket_bytes: int
-    sent_buckets: list[tuple[Label, torch.Tensor]] = field(default_factory=list, init=False)
+    copy: RankCopy = field(init=False)
     offered_version: int | None = field(default=None, init=False)
     snapshot_version: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.copy = RankCopy(self.parts, self.device, self.bucket_bytes)
 
     def offer(self, version: int, check: bool) -> Offer:
         """Make this rank's part of the sync that brings this version. Collective.
@@ -154,6 +158,14 @@ class Sender:
     def release(self) -> None:
         """Drop memory that only the receivers needed; all of them have the weights."""
 
+    def keep_sent(self) -> None:
+        """Copy this rank's part of the offered weights, for workers that start. Collective.
+
+        A sender calls it at the end of `deliver`.
+        """
+        self.copy.keep_all()
+        self.snapshot_version = self.offered_version
+
     def snapshot(self) -> Snapshot | None:
         """Return this rank's part of the weights sent last, for a worker that starts.
 
@@ -162,16 +174,8 @@ class Sender:
         """
         if self.snapshot_version is None:
             return None
-        return Snapshot(self.snapshot_version, self.snapshot_buckets())
-
-    def snapshot_buckets(self) -> list[Reference]:
-        """Put this rank's part of the weights sent last into the object store."""
-        if self.rank:  # rank 0 has copies of all weights
-            return []
-        weights = (
-            weight for label, flat in self.sent_buckets for weight in label.views(flat).items()
-        )
-        return [put(bucket) for bucket in pack(weights, self.bucket_bytes)]
+        buckets = [put(delta) for delta in self.copy.deltas()]
+        return Snapshot(self.snapshot_version, buckets, patches)
 
     def buckets(self) -> Iterator[tuple[int, Label, list[tuple[str, torch.Tensor]]]]:
         """Yield number, label and weights of each bucket.
@@ -180,14 +184,3 @@ class Sender:
         """
         for i, bucket in enumerate(group_by_size(self.gather(self.device), self.bucket_bytes)):
             yield i, Label.of(bucket), bucket
-
-    def copy_of(self, i: int, label: Label) -> torch.Tensor:
-        """Return the memory in `sent_buckets` for bucket number `i`, uint8 [bytes].
-
-        It is the same memory in every sync, page-locked beside a GPU: a copy into pageable memory
-        takes ten times as long, and locking longer than either.
-        """
-        if i == len(self.sent_buckets) or self.sent_buckets[i][0].entries != label.entries:
-            flat = torch.empty(label.nbytes, dtype=torch.uint8, pin_memory=self.device == "cuda")
-            self.sent_buckets[i:] = [(label, flat)]
-        return self.sent_buckets[i][1]

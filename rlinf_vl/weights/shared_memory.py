@@ -1,17 +1,15 @@
 """Share weights in memory with processes at the same place; only handles travel.
 
-A place is a GPU (CUDA IPC), on the CPU a node (`node_memory`). One rank at each place offers. On a
-GPU the weights pass through two buckets (`staging`), which are freed by `release`. On the CPU all
-weights have memory that stays, and both sides keep it mapped: fresh pages cost as much as several
-copies. From the second sync on, the workers read each bucket while the next is being written.
+A place is a GPU (CUDA IPC), on the CPU a node (`node_memory`). One rank at each place offers. The
+weights pass through a few buckets (`staging`): the workers read one while the next is being
+written.
 """
 
 import logging
 import os
 import time
-import uuid
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -19,8 +17,8 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 
-from rlinf_vl.weights.buckets import BUCKET_BYTES, Label, flatten
-from rlinf_vl.weights.node_memory import NodeMemory, forget_others, mapped
+from rlinf_vl.weights.buckets import BUCKET_BYTES, Label
+from rlinf_vl.weights.node_memory import forget_others, mapped
 from rlinf_vl.weights.place import place_of
 from rlinf_vl.weights.sender import Sender
 from rlinf_vl.weights.staging import BUFFERS, StagedBucket, Staging, read_staged
@@ -99,80 +97,33 @@ def _open(handle: Handle) -> torch.Tensor:
 
 @dataclass
 class SharedMemorySender(Sender):
-    """The sender of shared memory: the first rank at each place offers.
-
-    On a GPU, rank 0 also copies the sent weights to host memory, for workers that replace dead
-    ones; on the CPU the shared memory serves them.
-    """
+    """The sender of shared memory: the first rank at each place offers."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._place = place_of(self.device)
-        self._syncs = 0  # number of the last sync
-        self._memory: NodeMemory | None = None
-        self._handles: list[Handle] = []
-        self._staging = Staging(self.device) if self.device == "cuda" else None
+        self._staging = Staging(self.device)
         if self.device == "cpu":
             self.bucket_bytes = min(self.bucket_bytes, SHARED_BYTES)
         places: list[str] = [""] * self.world_size
         dist.all_gather_object(places, self._place)
         self._offers = self._place not in places[: self.rank]
 
-    def make_labels(self, check: bool) -> Sequence[Handle | StagedBucket]:
+    def make_labels(self, check: bool) -> Sequence[StagedBucket]:
         labels = super().make_labels(check)
-        self._syncs += 1
-        if self._staging is not None:
-            return self._staging.announce(labels, self._place) if self._offers else []
-        if self._offers:
-            if self._memory is None:  # labels are the same in every sync, but for fingerprints
-                self._memory = self._share(labels)
-            pairs = zip(self._handles, labels, strict=True)
-            self._handles = [
-                replace(h, fingerprint=new.fingerprint, sync=self._syncs) for h, new in pairs
-            ]
-        return self._handles
+        return self._staging.announce(labels, self._place) if self._offers else []
 
     def deliver(self, readers: Sequence[ray.ObjectRef] = ()) -> None:
-        if self._staging is not None:
-            self._stage(self._staging, self._readers_here(readers))
-            self.snapshot_version = self.offered_version
-            return
-        for i, label, bucket in self.buckets():
-            if self._memory is not None:
-                handle = self._handles[i]
-                assert handle.entries == label.entries, "other weights than in the sync before"
-                flatten(bucket, self.sent_buckets[i][1])
-                # Written last: a worker that sees the number sees the weights.
-                self._memory.set_number(handle.where[2] + label.nbytes, self._syncs)
-        self.snapshot_version = self.offered_version
+        readers_here = self._readers_here(readers)
+        for _, _, bucket in self.buckets():
+            if self._offers:
+                self._staging.fill(bucket, readers_here)
+        if self._offers:
+            self._staging.finish(readers_here)
+        self.keep_sent()
 
     def release(self) -> None:
-        if self._staging is not None:
-            self._staging.release()
-
-    def _share(self, labels: Sequence[Label]) -> NodeMemory:
-        """Make memory for all buckets, and a handle for each."""
-        starts = [0]
-        for label in labels:
-            # After each bucket comes the number of the sync that wrote it: eight bytes.
-            starts.append(-(-(starts[-1] + label.nbytes + 8) // 64) * 64)
-        memory, name = NodeMemory(size=starts[-1]), uuid.uuid4().hex
-        for label, start in zip(labels, starts, strict=False):
-            handle = Handle(
-                entries=label.entries, place=self._place, where=(name, memory.path, start)
-            )
-            self._handles.append(handle)
-            self.sent_buckets.append((label, memory.flat[start : start + label.nbytes]))
-        return memory
-
-    def _stage(self, staging: Staging, readers: set[int]) -> None:
-        """Pass all weights through the staged buckets, to the processes that read them."""
-        for i, label, bucket in self.buckets():
-            if self._offers:
-                flat = staging.fill(bucket, readers)
-                if self.rank == 0:
-                    self.copy_of(i, label).copy_(flat)  # before the buffer is filled again
-        if self._offers:
-            staging.finish(readers)
+        self._staging.release()
 
     def _readers_here(self, answers: Sequence[ray.ObjectRef]) -> set[int]:
         """Return the process ids of the workers that read at this place.
@@ -213,7 +164,7 @@ class SharedMemoryStrategy(Strategy):
         return BUCKET_BYTES + BUFFERS * max(BUCKET_BYTES, largest_weight_bytes)
 
     def waits_for_readers(self, device: str) -> bool:
-        return device == "cuda"  # on the CPU all weights have memory that stays
+        return True
 
     async def fetch(self, labels: Sequence[Any], device: str) -> Sequence[Any]:
         return at(place_of(device), labels)

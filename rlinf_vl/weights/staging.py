@@ -68,6 +68,7 @@ class Staging:
     def __init__(self, device: str) -> None:
         self._device = device
         self._number = 0  # of the bucket filled last
+        self._last_sync_number = 0  # of the last bucket of the sync before
         # At 0 the sender's number, at 8 · pid that of a reader.
         self._board = NodeMemory(size=8 * (MAX_PID + 1))
         self._name = uuid.uuid4().hex
@@ -94,6 +95,7 @@ class Staging:
                 openers.append((_open_on_node, (memory.path,)))
                 self._memories.append(memory)
             self._buffers.append(buffer)
+        self._last_sync_number = self._number
         last_number = self._number + len(labels)
         return [
             StagedBucket(
@@ -115,7 +117,10 @@ class Staging:
         those that have died or are not waited for any longer are removed.
         """
         self._number += 1
-        self._wait(readers, self._number - len(self._buffers))
+        earlier_number = self._number - len(self._buffers)
+        # Buckets of the sync before have been read, but not by a reader that is new.
+        if earlier_number > self._last_sync_number:
+            self._wait(readers, earlier_number)
         size = sum(value.nbytes for _, value in bucket)
         flat = flatten(bucket, self._buffers[self._number % len(self._buffers)][:size])
         if self._device == "cuda":

@@ -5,8 +5,7 @@ import pickle
 import pytest
 import torch
 
-from rlinf_vl.weights.buckets import flatten, pack, unpack
-from rlinf_vl.weights.sender import Sender
+from rlinf_vl.weights.buckets import pack, unpack
 
 
 def weights():
@@ -36,27 +35,3 @@ def test_buckets_respect_their_size():
     assert [len(b.entries) for b in pack(values, 100)] == [2] * 5
     assert [len(b.entries) for b in pack(values, 10)] == [1] * 10
     assert list(pack([], 100)) == []
-
-
-def test_the_copy_of_what_was_sent_is_in_the_same_memory_every_time_and_is_what_was_sent_last():
-    weights, memory = {}, []
-    sender = Sender(lambda device: weights.items(), lambda: (), 0, 1, "cpu", bucket_bytes=150)
-
-    def deliver():
-        for i, label, bucket in sender.buckets():
-            memory.append(sender.copy_of(i, label).data_ptr())
-            flatten(bucket, sender.copy_of(i, label))
-        return {
-            name: value
-            for label, flat in sender.sent_buckets
-            for name, value in label.views(flat).items()
-        }
-
-    for version in (1.0, 2.0):
-        weights |= {f"w{i}": torch.full((5, 3), version + i) for i in range(7)}
-        found = deliver()
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
-    assert memory[:4] == memory[4:]
-    weights = {"other": torch.ones(2)}
-    assert list(deliver()) == ["other"], "other weights than before: nothing old is left"

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlinf_vl.weights import sender as sender_module
 from rlinf_vl.weights import shared_memory
 from rlinf_vl.weights import staging as room
 from rlinf_vl.weights.buckets import Label, WeightsDiffer, group_by_size
+from rlinf_vl.weights.shard import local_part
 from rlinf_vl.weights.staging import Staging
 
 BUCKET = 4096
@@ -96,6 +98,24 @@ def test_a_sync_stages_two_buckets_and_every_reader_gets_all_weights(reader):
         assert staging.staged_bytes == 0
 
 
+def test_a_reader_that_is_new_is_not_waited_for_with_what_came_before(reader):
+    staging, readers = Staging("cpu"), []
+    for sync in (1, 2):
+        readers.append(reader())
+        labels = staging.announce([Label.of(bucket) for bucket in buckets_of(sync)], "here")
+        for _, pipe in readers:
+            pipe.send(labels)
+        pids = {process.pid for process, _ in readers}
+        for bucket in buckets_of(sync):
+            staging.fill(bucket, pids)
+        staging.finish(pids)
+        assert pids == {process.pid for process, _ in readers}
+        for _, pipe in readers:
+            kind, copied = answer(pipe)
+            assert kind == "all" and copied["w0"] == 100 * sync
+        staging.release()
+
+
 def test_a_bucket_is_not_overwritten_before_the_slowest_has_copied_it(reader):
     process, pipe = reader(slow_s=0.05)
     staging = Staging("cpu")
@@ -158,10 +178,10 @@ def test_a_reader_does_not_wait_for_ever(reader):
     assert kind == "error" and "did not come" in said
 
 
-def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_the_host(
+def test_ranks_send_through_two_buckets_and_keep_their_part_of_a_snapshot(
     reader, monkeypatch, tmp_path
 ):
-    """The sender as beside a GPU, with memory of the node in the place of the GPU's; Ray's answers are given."""
+    """The sender alone; Ray's answers are given, and its store is a list."""
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
     )
@@ -169,10 +189,11 @@ def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_
         monkeypatch.setattr(shared_memory, "place_of", lambda device: "here")
         monkeypatch.setattr(shared_memory.ray, "get", lambda answer, timeout: answer)
         sync = 1
+        parts = lambda: [local_part(name, value) for name, value in weights_of(sync)]  # noqa: E731
         sender = shared_memory.SharedMemorySender(
-            lambda device: weights_of(sync), lambda: (), 0, 1, "cpu", BUCKET
+            lambda device: weights_of(sync), parts, 0, 1, "cpu", BUCKET
         )
-        sender._staging = Staging("cpu")
+        monkeypatch.setattr(sender_module, "put", lambda value: value)
         process, pipe = reader()
         for sync in (1, 2):
             offer = sender.offer(version=sync, check=sync == 1)
@@ -183,13 +204,15 @@ def test_ranks_that_share_a_gpu_send_through_two_buckets_and_keep_a_snapshot_on_
             assert answer(pipe) == ("all", expected)
             sender.release()
             assert sender._staging.staged_bytes == 0
+            snapshot = sender.snapshot()
+            assert snapshot.version == sync and len(snapshot.buckets) > 1
             kept = {
-                name: value
-                for label, flat in sender.sent_buckets
-                for name, value in label.views(flat).items()
+                name: patch.masked("cpu")
+                for bucket in snapshot.read(snapshot.buckets, "cpu")
+                for name, patch in bucket.items()
             }
             assert all(torch.equal(kept[name], value) for name, value in weights_of(sync))
-            assert sender.snapshot_version == sync
+            assert sender.copy.nbytes == sum(value.nbytes for _, value in weights_of(sync))
     finally:
         dist.destroy_process_group()
 
