@@ -235,6 +235,12 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.preflight import table
 
             return table.main(arguments)
+        case "calibrate":
+            from rlinf_vl.calibrate.main import main as calibrate
+            from rlinf_vl.entry import prepare_toys
+
+            config = load_config(arguments.config, arguments.overrides)
+            return calibrate(config, prepare_toys(config))
     return 0
 
 

@@ -401,12 +401,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--search", action="store_true", help="look for the fastest layouts that fit, all keys"
     )
     argument(
+        "--time", action="store_true", help="estimate seconds and hours for splits and schedules"
+    )
+    argument("--price", type=float, metavar="DOLLARS", help="of a GPU and hour, with --time")
+    argument(
         "--host-memory", type=float, metavar="GIB", help="of a machine (default 128 for each GPU)"
     )
     argument("--prompt-tokens", type=float, help="mean of a prompt, images included")
     argument("--image-tokens", type=float, help="mean of a prompt's images")
     argument("--response-tokens", type=float, help="mean of a response")
     argument("--longest-response", type=float, help="the longest response of a step")
+
+    argument = verb(
+        "calibrate",
+        "measure for about a minute what this machine does with a config's model, for preflight "
+        "--time",
+    )
+    _config_and_overrides(argument)
 
     # Write configs and code.
     argument = verb(

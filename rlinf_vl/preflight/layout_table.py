@@ -54,9 +54,8 @@ def lengths_text(lengths: Lengths) -> str:
     )
 
 
-def lengths_of(arguments: argparse.Namespace, config: Config) -> Lengths:
+def lengths_of(arguments: argparse.Namespace, usual: Lengths) -> Lengths:
     """Return the lengths that options name, and the usual ones for the others."""
-    usual = usual_lengths(config)
     options = {
         "prompt": arguments.prompt_tokens,
         "images": arguments.image_tokens,
@@ -82,7 +81,7 @@ def kind_of(arguments: argparse.Namespace) -> GpuKind:
 
 def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> int:
     """Search layouts of the config; return 0 if any fits, 1 if none does."""
-    kind, lengths = kind_of(arguments), lengths_of(arguments, config)
+    kind, lengths = kind_of(arguments), lengths_of(arguments, usual_lengths(config))
     host = arguments.host_memory
     search = Search(
         config,

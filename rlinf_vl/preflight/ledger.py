@@ -219,8 +219,10 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
     engine_parts = _engine(config, model, hardware, tp)
     engine_weights = engine_parts.pop("engine weights")
     state = model.family.decode_state(model.shape)
-    # Ranks of an engine that are more than the key heads have copies of them.
-    kv_ranks = min(tp, state.kv_heads)
+    # Ranks of an engine that are more than the key heads have copies of them, unless groups of them
+    # attend to requests of their own.
+    groups = getattr(config.rollout.sglang, "attn_dp_size", 1)
+    kv_ranks = groups * min(tp // groups, state.kv_heads)
     per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / kv_ranks)
     per_row = math.ceil(state.row_bytes() / tp)
     share_base = hardware.gpu_bytes - engine_parts["engine contexts"]  # SGLang's share is of this

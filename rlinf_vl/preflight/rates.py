@@ -23,7 +23,7 @@ class Rates:
     Attributes:
         source: where they are from.
         products: FLOPs a second of matrix products in training; `grouped`: of experts' products;
-            `attention`: of attention.
+            `attention`: of attention; `tower`: of a frozen vision tower's products.
         memory: bytes a second that other operations read and write.
         operation_s: seconds in which Python and PyTorch dispatch an operation.
         overlaps_host: whether the device computes while the host dispatches.
@@ -44,6 +44,7 @@ class Rates:
     products: float
     grouped: float
     attention: float
+    tower: float
     memory: float
     operation_s: float
     overlaps_host: bool
@@ -76,6 +77,7 @@ def rates_of(kind: GpuKind) -> Rates:
         products=PRODUCTS_SHARE * kind.products,
         grouped=GROUPED_SHARE * kind.products,
         attention=ATTENTION_SHARE * kind.products,
+        tower=PRODUCTS_SHARE * kind.products,
         memory=MEMORY_SHARE * kind.memory,
         operation_s=8e-6,
         overlaps_host=True,

@@ -158,13 +158,13 @@ class Search:
                 continue
             offloads = (False, True) if is_shared and not cpu_offload else (False,)
             products = itertools.product(
-                self._engine_sizes(), strategies, self._expert_sizes(ranks), MODES,
+                self._engines(), strategies, self._expert_sizes(ranks), MODES,
                 (True, False), offloads,
             )  # fmt: skip
-            for size, strategy, experts, mode, reshard, offload in products:
+            for engine, strategy, experts, mode, reshard, offload in products:
                 yield (
                     Change(PLACEMENT, placement),
-                    Change(TP, size),
+                    *engine,
                     Change(STRATEGY, strategy),
                     *([Change(EP, experts)] if experts else []),
                     Change(CP, context),
@@ -190,6 +190,22 @@ class Search:
                 a, b = (f"{x}-{y}" if x < y else str(x) for x, y in entries)
                 split = {"actor": word + a, "rollout": word + b}
                 yield split, actor * (gpus if nodes > 1 else 1), False
+
+    def _engines(self) -> Iterator[tuple[Change, ...]]:
+        """Yield the changes of engines: their size, and how experts and attention share it.
+
+        Experts whole, where they can be, read fewer slices; attention in groups keeps no key twice.
+        """
+        model, sglang = self._model(self.config), self.config.rollout.sglang
+        mixture = model.family.mixture(model.shape)
+        kv_heads = model.family.decode_state(model.shape).kv_heads
+        for size in self._engine_sizes():
+            changes = [Change(TP, size)]
+            if size > 1 and mixture is not None and hasattr(sglang, "ep_size"):
+                changes.append(Change("rollout.sglang.ep_size", size))
+            if size > kv_heads and hasattr(sglang, "attn_dp_size"):
+                changes.append(Change("rollout.sglang.attn_dp_size", size // kv_heads))
+            yield tuple(changes)
 
     def _engine_sizes(self) -> list[int]:
         """Return the numbers of GPUs of an engine: the least that hold its weights, and more."""

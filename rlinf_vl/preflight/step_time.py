@@ -86,7 +86,8 @@ def usual_lengths(config: Config) -> Lengths:
     Prompts and their images are half of what they may be, responses too, and some of each step take
     the most.
     """
-    data, most = config.data, config.algorithm.sampling_params.max_new_tokens
+    data = config.data
+    most = config.algorithm.sampling_params.max_new_tokens or config.runner.seq_length // 2
     prompt = (data.max_prompt_length or config.runner.seq_length // 2) / 2
     images = prompt / 2 if data.image_keys else 0.0
     return Lengths(prompt, images, most / 2, most)
@@ -201,6 +202,8 @@ class _Ranks:
         fsdp, minibatches = config.actor.fsdp_config, config.algorithm.n_minibatches
         self.gathers_once = grid.ranks == 1 or not fsdp.reshard_after_forward
         rows = grid.ranks // grid.context
+        #: Time of the fullest rank over that of the mean.
+        self.imbalance = IMBALANCE if rows > 1 else 1.0
         row_tokens = tokens / rows / minibatches
         self.n_micro = max(1, math.ceil(row_tokens / (FILL * config.runner.max_tokens_per_mbs)))
         #: Tokens of a rank in a micro-batch.
@@ -213,11 +216,16 @@ class _Ranks:
         pairs = p * p / 2 + group_size * (p * r + r * r / 2)
         self.pairs = self.tokens * pairs / (p + group_size * r)
 
-    def _compute(self, work: Work, operations: float, share: float, pairs: float) -> float:
-        """Return the seconds of a pass: a share of a trace's work, of all its operations."""
+    def _compute(
+        self, work: Work, operations: float, share: float, pairs: float, products: float
+    ) -> float:
+        """Return the seconds of a pass: a share of a trace's work, of all its operations.
+
+        `products`: FLOPs a second of its matrix products.
+        """
         rates = self.rates
         device = (
-            share * work.products / rates.products
+            share * work.products / products
             + share * work.grouped / rates.grouped
             + pairs * work.per_pair / rates.attention
             + share * work.moved / rates.memory
@@ -283,17 +291,17 @@ class _Ranks:
         recomputes = self.config.actor.fsdp_config.gradient_checkpointing != "none"
         # Two thirds of the operations are backward's, and those that are computed again.
         operations = trace.operations * (1 if training else 0.25 if recomputes else 0.33)
-        compute = self._compute(work, operations, self.share, self.pairs)
+        compute = self._compute(work, operations, self.share, self.pairs, self.rates.products)
         passes = (3 if recomputes else 2) if training else 1
         tokens = self._tokens_exchanged(passes)
         if self.gathers_once:
             once = self._weights(1, reduces=training, parts=parts)
-            return IMBALANCE * self.n_micro * (compute + tokens) + once
+            return self.imbalance * self.n_micro * (compute + tokens) + once
         exchanged = self._weights(1 + training, reduces=training, parts=parts)
         # The first unit's gather and the last one's reduction hide behind nothing.
         blocks = sum(unit.part in parts for unit in weights.units)
         exposed = exchanged / max(1, blocks)
-        micro_batch = max(IMBALANCE * compute, exchanged) + exposed + tokens
+        micro_batch = max(self.imbalance * compute, exchanged) + exposed + tokens
         return self.n_micro * micro_batch
 
     def images(self, tokens: float) -> float:
@@ -307,9 +315,10 @@ class _Ranks:
         # Each patch sees those of its image, of which about four make a token.
         pairs = rank_tokens * 4 * 4 * min(self.lengths.images, IMAGE_TRACE)
         passes = max(1.0, rank_tokens / self.config.runner.max_tokens_per_mbs)
-        compute = self._compute(trace.work, passes * trace.operations, share, pairs)
+        operations = passes * trace.operations
+        compute = self._compute(trace.work, operations, share, pairs, self.rates.tower)
         gathered = passes * self._weights(1, reduces=False, parts=("tower",))
-        return IMBALANCE * max(compute, gathered)
+        return self.imbalance * max(compute, gathered)
 
     def optimizer(self) -> float:
         """Return the seconds of one optimizer step."""

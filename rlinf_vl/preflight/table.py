@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rlinf_vl.config.load import load_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight import layout_table
+from rlinf_vl.preflight import cost, layout_table
 from rlinf_vl.preflight.advice import advise
 from rlinf_vl.preflight.ledger import (
     AUTOMATIC,
@@ -95,7 +95,7 @@ def _gib(size: int) -> str:
 def main(arguments: argparse.Namespace) -> int:
     """Run `python -m rlinf_vl preflight CONFIG`; return 0 if it fits, 1 if it does not."""
     config = load_config(arguments.config, arguments.overrides)
-    if config.cluster.device == "cpu":
+    if config.cluster.device == "cpu" and not arguments.time:
         raise ConfigError(
             "cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda"
         )
@@ -112,6 +112,8 @@ def main(arguments: argparse.Namespace) -> int:
                 "80 --nodes 2"
             )
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
+    if arguments.time:
+        return cost.main(arguments, config, hardware)
     if arguments.search:
         return layout_table.main(arguments, config, hardware)
     model = Model(config)

@@ -33,6 +33,7 @@ START_FILES = {
     "config.yaml",
     "status.json",
     "environment.json",
+    "prediction.json",
     "datasets.json",
     "events.jsonl",
     "bad_rows.jsonl",

@@ -50,6 +50,7 @@ ROOMS = {
         "prove", "rollout", "runtime", "weights",
     },
     "report": {"config", "observe", "runtime"},
+    "calibrate": {"actor", "config", "controller", "local", "preflight"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "weights",
     },

@@ -1,0 +1,181 @@
+"""Estimate what a run costs: seconds of each phase, hours, tokens and dollars; `preflight --time`.
+
+The rates are those that `calibrate` measured on this machine with this model, or the assumed ones
+of a kind of GPU. Every split of the slots is combined with every schedule that it allows. A
+run's folder has the estimate of its own layout (`prediction`).
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlinf_vl.config.placement import Placement, placement_of, slots_named
+from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema.runner import SCHEDULES_AHEAD
+from rlinf_vl.config.validate import validate_config
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.preflight.advice import Change, applied
+from rlinf_vl.preflight.decoding import Lengths
+from rlinf_vl.preflight.layout_table import kind_of, lengths_of, lengths_text
+from rlinf_vl.preflight.ledger import Hardware, ledger
+from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.prediction import UNBOUNDED, known_rates, settled_on_cpu
+from rlinf_vl.preflight.rates import Rates, rates_of
+from rlinf_vl.preflight.step_time import PHASES, StepTime, estimate_step, usual_lengths
+
+SCHEDULES = ("sync", *SCHEDULES_AHEAD)
+PLACEMENT = "cluster.component_placement"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The estimate of one split and schedule.
+
+    Attributes:
+        overrides: what differs from the config; "" for its own layout.
+        steps: of the run, None where the config does not say.
+    """
+
+    overrides: str
+    time: StepTime
+    steps: int | None
+
+    @property
+    def hours(self) -> float:
+        """Hours of the run; of a hundred steps where their number is unknown."""
+        return self.time.total * (self.steps or 100) / 3600
+
+    def dollars(self, price: float) -> float:
+        """Return what the slots cost, at a price for each and hour."""
+        return self.hours * self.time.slots * price
+
+
+def costs(
+    config: Config, model: Model, hardware: Hardware | None, rates: Rates, lengths: Lengths
+) -> list[Cost]:
+    """Estimate every split and schedule that is valid and fits; the config's own comes first."""
+    found: list[Cost] = []
+    seen: list[tuple[object, ...]] = []
+    for changes in _variants(config, hardware):
+        try:
+            changed = applied(config, changes)
+            placement = placement_on(changed, hardware)
+            layout = (placement, changed.runner.schedule)
+            if layout in seen:
+                continue
+            seen.append(layout)
+            validate_config(changed)
+            time = estimate(changed, model, hardware, rates, lengths, placement)
+        except (ConfigError, ValueError):
+            continue
+        if time is not None:
+            steps = config.runner.max_steps if config.runner.max_steps > 0 else None
+            found.append(Cost(" ".join(map(str, changes)), time, steps))
+    return found
+
+
+def placement_on(config: Config, hardware: Hardware | None) -> Placement:
+    """Return the config's placement on hardware; None: on a CPU with the slots that it names."""
+    if hardware is None:
+        return placement_of(config, (slots_named(config),))
+    return placement_of(config, (hardware.gpus,) * hardware.nodes)
+
+
+def estimate(
+    config: Config,
+    model: Model,
+    hardware: Hardware | None,
+    rates: Rates,
+    lengths: Lengths,
+    placement: Placement,
+) -> StepTime | None:
+    """Estimate a step; None where the config does not fit the GPUs. `hardware`: None for a CPU."""
+    if hardware is None:
+        config = settled_on_cpu(config)
+        return estimate_step(config, model, placement, rates, lengths, UNBOUNDED)
+    memory = ledger(config, hardware, model, placement)
+    if memory.problems:
+        return None
+    # The ledger's config has values for what is automatic.
+    return estimate_step(memory.config, model, placement, rates, lengths, memory.kv_tokens)
+
+
+def _variants(config: Config, hardware: Hardware | None) -> Iterator[tuple[Change, ...]]:
+    """Yield changes of placement and schedule; none at first."""
+    yield ()
+    if hardware is None:
+        slots = slots_named(config)
+    else:
+        slots = hardware.gpus if hardware.nodes == 1 else hardware.nodes
+    word = "nodes " if hardware is not None and hardware.nodes > 1 else ""
+    together = f"0-{slots - 1}" if hardware is None else "all"
+    placements = [{"actor,rollout": together}]
+    for actor in sorted({round(slots * share) for share in (0.25, 0.5, 0.75)}):
+        if 0 < actor < slots:
+            halves = (0, actor - 1), (actor, slots - 1)
+            a, b = (f"{first}-{last}" if first < last else str(first) for first, last in halves)
+            placements.append({"actor": word + a, "rollout": word + b})
+    for schedule in SCHEDULES:
+        for placement in placements:
+            # Engines that share slots with ranks take turns, so nothing can be ahead.
+            if schedule == "sync" or len(placement) > 1:
+                yield Change(PLACEMENT, placement), Change("runner.schedule", schedule)
+
+
+def render(
+    config: Config, found: Sequence[Cost], rates: Rates, lengths: Lengths, price: float | None
+) -> str:
+    """Return the output of `preflight --time` as Markdown."""
+    steps = found[0].steps
+    span = f"{steps} steps" if steps else "100 steps (runner.max_steps names none)"
+    lines = [
+        f"{config.runner.experiment_name}, {span}; rates: {rates.source}",
+        "",
+        f"Assumed: {lengths_text(lengths)}.",
+        "",
+    ]
+    dollars = ["$"] if price else []
+    columns = ["s/step", *PHASES, "hours", "tokens/s/slot", *dollars]
+    lines += [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for cost in found:
+        cells = [
+            _seconds(cost.time.total),
+            *(_seconds(cost.time.phases[phase]) for phase in PHASES),
+            f"{cost.hours:.2f}",
+            f"{cost.time.tokens_per_slot:.0f}",
+            *([f"{cost.dollars(price):.2f}"] if price else []),
+        ]
+        lines.append(f"| {cost.overrides or 'as it is'} | {' | '.join(cells)} |")
+    fastest = min(found, key=lambda cost: cost.hours)
+    cheapest = min(found, key=lambda cost: cost.hours * cost.time.slots)
+    lines += ["", f"- fastest: {fastest.overrides or 'as it is'}"]
+    lines.append(f"- cheapest: {cheapest.overrides or 'as it is'}")
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> int:
+    """Print the cost of each split and schedule; return 0 if any fits, 1 if none does."""
+    calibrated = known_rates(config)
+    on_cpu = config.cluster.device == "cpu"
+    if on_cpu and calibrated is None:
+        raise ConfigError(
+            f"rollout.model.model_path: {config.rollout.model.model_path} has not been measured on "
+            f"this machine's CPU; run 'python -m rlinf_vl calibrate {arguments.config}' first"
+        )
+    if calibrated is None or (not on_cpu and arguments.gpu_kind is not None):
+        rates, base = rates_of(kind_of(arguments)), usual_lengths(config)
+    else:
+        rates, base = calibrated
+    lengths = lengths_of(arguments, base)
+    model = Model(config)
+    found = costs(config, model, None if on_cpu else hardware, rates, lengths)
+    if not found:
+        sys.stdout.write("no split fits: see preflight --search\n")
+        return 1
+    sys.stdout.write(render(config, found, rates, lengths, arguments.price))
+    return 0
