@@ -35,6 +35,7 @@ VERSION = 4  # of the weights that are trained
 class Layout:
     ranks: int = 1
     context: int = 1  # ranks that share each row
+    experts: int = 1  # ranks that share out the experts of mixtures
     budget: int = 400
     size: int | None = None
     pad: bool = False
@@ -69,6 +70,7 @@ class Layout:
     lora: str = ""  # what gets adapters, which alone are then trained
     quantization: str = "none"  # of what has adapters
     replay: bool = False  # of random experts
+    routes: tuple[int, ...] = ()  # experts that all tokens with some go to, in place of random ones
     balance: float = 0.0  # weight of the load-balancing loss
     adv: str = "grpo"
     placement: str = "loss"  # of the KL
@@ -149,15 +151,17 @@ def _of_versions(t):
     return replace(t, sequences=tuple(sequences))
 
 
-def routed(groups, family: str):
-    """The groups with random experts for their tokens; some tokens have none, the last ones among them."""
-    text = tiny_config(family).text_config
+def routed(groups, layout: Layout):
+    """The groups with random experts for their tokens, or those of the layout; some tokens have none, the last ones among them."""
+    text = tiny_config(layout.family, **layout.sizes).text_config
     layers = text.num_hidden_layers - len(getattr(text, "mlp_only_layers", None) or ())
     rng = np.random.default_rng(5)
 
     def routes(tokens: int) -> np.ndarray:
         scores = rng.random((tokens, layers, text.num_experts))
         taken = scores.argsort(-1)[..., : text.num_experts_per_tok].astype(np.uint8)
+        if layout.routes:
+            taken[:] = layout.routes
         taken = taken.reshape(tokens, layers * text.num_experts_per_tok)
         taken[rng.random(tokens) < 0.2] = 0
         return taken
@@ -330,7 +334,7 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
     elif not layout.train_tower:
         copy_tower(model, reference)
     groups = groups_of(kind)
-    groups = routed(groups, layout.family) if layout.replay else groups
+    groups = routed(groups, layout) if layout.replay else groups
     teachers = {
         label: tiny_model(
             seed if layout.labelled else TEACHER_SEED, family=layout.family, **layout.sizes

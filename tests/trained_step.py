@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from adapters import adapter_values
@@ -35,6 +37,19 @@ def trained_step(processes: RankProcesses, layout: Layout, kind: str = "mixed"):
     return MetricSums.merged(state for state, *_ in results).compute(), results[0][1], features
 
 
+def assert_same(ours, theirs):
+    """Assert that a trained step has the loss, gradient norm and new weights of the plain one."""
+    metrics, weights, _ = ours
+    loss, norm, expected = theirs
+    assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-5, rel=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert set(weights) == set(expected)
+    for name, value in weights.items():
+        np.testing.assert_allclose(
+            value, expected[name], atol=1e-5 * LR * max(1.0, norm), rtol=1e-6, err_msg=name
+        )
+
+
 def train(layout: Layout, kind: str):
     """One rank's step: its part of the metrics, the whole new weights, the cached features by image."""
     from rlinf_vl.actor import mesh as meshes
@@ -54,7 +69,9 @@ def train(layout: Layout, kind: str):
     from rlinf_vl.controller.step_plan import plan_step, with_kl
 
     meshes.ONE_UNIT = 2**24 if layout.one_unit else 0
-    mesh = meshes.Mesh.make("cpu", context=layout.context, shard=layout.shard)
+    mesh = meshes.Mesh.make(
+        "cpu", context=layout.context, shard=layout.shard, experts=layout.experts
+    )
     seeds = iter((0, 9))
 
     def load(dtype: torch.dtype):
@@ -149,7 +166,7 @@ def train(layout: Layout, kind: str):
     if layout.cache is False:
         trainer.batches = trainer.batches.without_cache()
     groups = groups_of(kind)
-    groups = routed(groups, layout.family) if layout.replay else groups
+    groups = routed(groups, layout) if layout.replay else groups
     summaries = [GroupSummary.of(g, IMAGE_ID) for g in groups]
     plan = plan_step(
         summaries,

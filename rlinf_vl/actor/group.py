@@ -52,6 +52,7 @@ class ActorGroup:
         ]
         self._device = device
         self._strategy = config.actor.fsdp_config.strategy
+        self._experts = config.actor.fsdp_config.expert_parallel_size
         self.heartbeat_timeout = config.runner.heartbeat_timeout
         self._processes = [rank.process.remote() for rank in self.ranks]
         # Beside the start of the rollout workers; an error comes again in `start`.
@@ -89,6 +90,12 @@ class ActorGroup:
         shard = (
             size if self._strategy == "fsdp2" else ranks_per_node([node for node, _ in processes])
         )
+        if shard % self._experts:
+            raise RunError(
+                f"actor.fsdp_config.expert_parallel_size: {self._experts} does not divide the "
+                f"{shard} ranks of a node, among which hsdp shares the weights; set fsdp2, or a "
+                "size that does"
+            )
         started = self.wait(
             [rank.start.remote(address, size, shard, total_steps) for rank in self.ranks]
         )

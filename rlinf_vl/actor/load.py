@@ -5,6 +5,7 @@ import logging
 import torch
 import torch.distributed as dist
 
+from rlinf_vl.actor import expert_sharding
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.actor.trainer import TeacherSource, Trainer
 from rlinf_vl.algorithms.losses import takes_six_arguments
@@ -86,6 +87,7 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
         trust_remote_code=rollout.trust_remote_code,
     )
 
+    expert_rows = None if mesh.experts is None else expert_sharding.reading_order(mesh.experts)
     # Quantization needs whole weights, and every rank has all of them.
     is_quantized = actor.model.is_lora and actor.model.lora.quantization != "none"
 
@@ -93,7 +95,12 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
         shards: Shards = {}
         if mesh.shards_weights and not is_quantized:
             model, shards = load_shards(
-                path, family, dtype, mesh.sharding, trust_remote_code=rollout.trust_remote_code
+                path,
+                family,
+                dtype,
+                mesh.sharding,
+                experts=expert_rows,
+                trust_remote_code=rollout.trust_remote_code,
             )
         else:
             model = load_model(path, family, dtype, trust_remote_code=rollout.trust_remote_code)

@@ -1,5 +1,12 @@
-"""The mesh of the trainer's ranks: assign trajectories to them, and shard models over them."""
+"""The mesh of the trainer's ranks: assign trajectories to them, and shard models over them.
 
+With expert parallelism the ranks that share the weights are also `expert_shard` × `expert`: ranks
+of one `expert` group, neighbours by number, have all experts between them, e whole experts each.
+FSDP2 shards these e over the `expert_shard` ranks that have the same ones, in the unit of their
+layer, so that a layer's forward gathers a rank's own experts and no others.
+"""
+
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from rlinf_vl.actor import expert_sharding
 from rlinf_vl.config.schema import FsdpConfig
 from rlinf_vl.models import shards
 from rlinf_vl.models.context import ContextRanks
@@ -53,19 +61,25 @@ class Mesh:
             share each trajectory).
         sharding: all ranks, as FSDP2 shards over them: `shard`, or `replicate` × `shard` where each
             row has whole weights.
+        experts: all ranks, as stacked experts are sharded over them: `expert_shard` × `expert`,
+            after `replicate` where `sharding` has it. None without expert parallelism.
     """
 
     ranks: DeviceMesh
     sharding: DeviceMesh
+    experts: DeviceMesh | None = None
 
     @classmethod
-    def make(cls, device: str, *, context: int = 1, shard: int | None = None) -> "Mesh":
+    def make(
+        cls, device: str, *, context: int = 1, shard: int | None = None, experts: int = 1
+    ) -> "Mesh":
         """Arrange all ranks: neighbours by number share trajectories and weights. Collective.
 
         Args:
             device: "cpu" or "cuda".
             context: number of ranks that share each trajectory.
             shard: number of ranks that share the weights; None: all.
+            experts: number of ranks that share out the experts of a mixture.
         """
         size = dist.get_world_size()
         replicas = size // (shard or size)
@@ -77,7 +91,12 @@ class Mesh:
             sharding = init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=names)
         else:
             sharding = init_device_mesh(device, (size,), mesh_dim_names=("shard",))
-        return cls(ranks, sharding)
+        if experts == 1:
+            return cls(ranks, sharding)
+        shape, names = (size // replicas // experts, experts), ("expert_shard", "expert")
+        if replicas > 1:
+            shape, names = (replicas, *shape), ("replicate", *names)
+        return cls(ranks, sharding, init_device_mesh(device, shape, mesh_dim_names=names))
 
     @property
     def device(self) -> str:
@@ -150,6 +169,11 @@ class Mesh:
             if settings.cpu_offload
             else fsdp.OffloadPolicy(),
         }
+        shared_out = self.experts
+        if shared_out is not None and not expert_sharding.can_share(policy, shared_out):
+            shared_out = None
+        if shared_out is not None:
+            options["shard_placement_fn"] = expert_sharding.fsdp_placement(shared_out)
         small = sum(p.numel() for p in policy.parameters()) <= ONE_UNIT
         paths = () if small else policy.family.fsdp_units
         units: list[nn.Module] = []
@@ -162,7 +186,11 @@ class Mesh:
                 unit_options = options | {
                     "mp_policy": replace(options["mp_policy"], reduce_dtype=None)
                 }
+            if shared_out is not None:
+                expert_sharding.share_out(policy, unit, shared_out)
             fsdp.fully_shard(unit, **unit_options)
+        if shared_out is not None:
+            expert_sharding.share_out(policy, policy, shared_out)
         options["reshard_after_forward"] = False  # backward starts with the root's weights
         fsdp.fully_shard(policy, **options)
         fsdp.register_fsdp_forward_method(policy, "encode")
@@ -231,40 +259,58 @@ def whole_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[
 
 
 def _gathered(values: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield values of one dtype whole, by one collective for all that FSDP2 has sharded."""
-    row_sharded = [x for _, x in values if isinstance(x, DTensor) and x.placements[-1] == Shard(0)]
-    gathered_values = iter(_gathered_rows(row_sharded))
+    """Yield values of one dtype whole, by one collective for all that have the same ranks."""
+    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
+    for _, value in values:
+        if isinstance(value, DTensor) and _has_rows(value):
+            by_mesh.setdefault(value.device_mesh, []).append(value)
+    gathered = {mesh: iter(_gathered_rows(mesh_values)) for mesh, mesh_values in by_mesh.items()}
     for name, value in values:
         if isinstance(value, DTensor):  # a product of sharded factors may be laid out otherwise
-            value = (
-                next(gathered_values) if value.placements[-1] == Shard(0) else value.full_tensor()
-            )
+            value = next(gathered[value.device_mesh]) if _has_rows(value) else value.full_tensor()
         yield name, value
+
+
+def _has_rows(value: DTensor) -> bool:
+    """Return whether a rank has consecutive rows of this value, as FSDP2 shards it."""
+    return all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in value.placements)
 
 
 def _gathered_rows(values: Sequence[DTensor]) -> Iterator[torch.Tensor]:
     """Yield each of these values whole; all are sharded by rows over one mesh.
 
-    Rank r of n has rows r·⌈rows/n⌉ … of each.
+    Rank r of n has rows r·⌈rows/n⌉ … of each. Where two dimensions of the mesh shard, experts are
+    divided among the last one first: so the rows of the other are gathered first.
     """
-    if not values:
-        return
-    mesh = values[0].device_mesh
-    n_ranks = mesh.size(-1)
-    rows_per_rank = [-(-x.shape[0] // n_ranks) for x in values]
-    local_rows = [_padded(x, r).flatten() for x, r in zip(values, rows_per_rank, strict=True)]
+    mesh, placements = values[0].device_mesh, values[0].placements
+    sharding = [d for d, placement in enumerate(placements) if not placement.is_replicate()]
+    rows = [x.to_local() for x in values]
+    for i, dimension in enumerate(sharding):
+        n_parts = math.prod(map(mesh.size, sharding[i + 1 :]))  # of which one is gathered now
+        totals = [len(x) // n_parts for x in values]
+        rows = _gathered_over(rows, totals, mesh.get_group(dimension))
+    yield from rows
+
+
+def _gathered_over(
+    rows: Sequence[torch.Tensor], totals: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Return for each of `rows` those of all ranks of the group, `totals` rows altogether."""
+    n_ranks = dist.get_world_size(group)
+    per_rank = [-(-total // n_ranks) for total in totals]
+    local_rows = [_padded(x, n).flatten() for x, n in zip(rows, per_rank, strict=True)]
     all_rows = local_rows[0].new_empty(n_ranks * sum(map(len, local_rows)))
     # The second is its name before torch 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(all_rows, torch.cat(local_rows), group=mesh.get_group(mesh.ndim - 1))
-    for x, value_rows in zip(
-        values, all_rows.view(n_ranks, -1).split(list(map(len, local_rows)), dim=1), strict=True
-    ):
-        yield value_rows.reshape(-1, *x.shape[1:])[: x.shape[0]]
+    gather(all_rows, torch.cat(local_rows), group=group)
+    parts = all_rows.view(n_ranks, -1).split(list(map(len, local_rows)), dim=1)
+    return [
+        part.reshape(-1, *x.shape[1:])[:total]
+        for part, x, total in zip(parts, rows, totals, strict=True)
+    ]
 
 
-def _padded(value: DTensor, rows: int) -> torch.Tensor:
+def _padded(local: torch.Tensor, rows: int) -> torch.Tensor:
     """Return this rank's rows, followed by zeros up to `rows`: a collective needs equal sizes."""
-    local = value.to_local()
     n_missing = rows - len(local)
     return torch.cat([local, local.new_zeros(n_missing, *local.shape[1:])]) if n_missing else local

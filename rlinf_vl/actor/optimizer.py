@@ -5,6 +5,7 @@ from itertools import product
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor.mesh import Mesh
@@ -26,12 +27,16 @@ def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optim
 
     Weight decay spares vectors (norms and biases).
     """
-    # One fused call takes sharded weights or whole ones (`Family.float32_weights`), never both.
-    groups: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
+    # One fused call takes weights that are sharded over the same ranks, or whole ones
+    # (`Family.float32_weights`).
+    groups: dict[tuple[str, bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    meshes: dict[DeviceMesh | None, None] = {}
     for name, param in policy.model.named_parameters():
         if param.requires_grad:
-            decays, sharded = param.ndim > 1, isinstance(param, DTensor)
-            groups.setdefault((part_of(name, policy.family), decays, sharded), []).append(param)
+            mesh = param.device_mesh if isinstance(param, DTensor) else None
+            meshes[mesh] = None
+            key = part_of(name, policy.family), param.ndim > 1, mesh
+            groups.setdefault(key, []).append(param)
     rates = learning_rates(optim)
     return torch.optim.AdamW(
         [
@@ -40,7 +45,7 @@ def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optim
                 "lr": rates[key[0]],
                 "weight_decay": optim.weight_decay if key[1] else 0.0,
             }
-            for key in product(PARTS, (True, False), (True, False))
+            for key in product(PARTS, (True, False), meshes)
             if key in groups
         ],
         lr=optim.lr,

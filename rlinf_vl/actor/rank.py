@@ -71,7 +71,13 @@ class Rank:
 
         store = self.store or (find(address) if address else None)
         join_ranks(self.device, self.rank, size, store)
-        mesh = Mesh.make(self.device, context=self.config.actor.context_parallel_size, shard=shard)
+        actor = self.config.actor
+        mesh = Mesh.make(
+            self.device,
+            context=actor.context_parallel_size,
+            shard=shard,
+            experts=actor.fsdp_config.expert_parallel_size,
+        )
         self.trainer = load_trainer(self.config, self.model_path, mesh, total_steps)
         policy, trained = self.trainer.policy, self.trainer.trains_vision
         precision = self.config.actor.fsdp_config.mixed_precision

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor import checkpoint
 from rlinf_vl.actor.batch_types import Advantages, Logprobs, RankMiniBatch, TurnKl
 from rlinf_vl.actor.batches import BatchMaker, ReferencePass, turn_kl
+from rlinf_vl.actor.expert_sharding import check_policy
+from rlinf_vl.actor.gradients import clip_gradient
 from rlinf_vl.actor.loss import micro_batch_loss, needs_start
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
 from rlinf_vl.actor.offload import Offload
@@ -103,9 +104,10 @@ class Trainer:
         # Weights that never change are stored in the dtype in which they compute; those that train
         # need the digits of float32 for small updates.
         compute_dtype = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]
-        self.policy = self._sharded(
-            load(compute_dtype if actor.model.is_lora else torch.float32), frozen=False
-        )
+        policy = load(compute_dtype if actor.model.is_lora else torch.float32)
+        if mesh.experts is not None:
+            check_policy(policy, mesh.experts)
+        self.policy = self._sharded(policy, frozen=False)
         self.reference: PolicyModel | None = None
         if algorithm.kl_beta > 0:  # with LoRA, it is the policy without its adapters
             self.reference = (
@@ -398,7 +400,8 @@ class Trainer:
         momentum and by their decay.
         """
         reshard_all(self.policy)
-        norm = self._clip_gradient()
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        norm = clip_gradient(self.mesh, trained, self.actor.optim.clip_grad)
         finite, idle = np.isfinite(norm), norm == 0
         if finite and not idle:
             self.optimizer.step()
@@ -412,29 +415,6 @@ class Trainer:
         sums.add("actor/idle_steps", float(idle), 1)
         sums.add("actor/loss", 0.0, 1.0 / self.mesh.size)
         return sums
-
-    @torch.no_grad()
-    def _clip_gradient(self) -> float:
-        """Clip the gradient by its norm over all shards, and return that norm. Collective."""
-        max_norm = self.actor.optim.clip_grad
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        unsharded = [p for p in trained if not isinstance(p, DTensor)]
-        if not unsharded:
-            norm = nn.utils.clip_grad_norm_(trained, max_norm)
-            return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        # torch computes a norm over DTensors or over plain tensors, not over both at once.
-        self.mesh.average_gradients(unsharded)
-        sharded = [p for p in trained if isinstance(p, DTensor)]
-        norms = []
-        for params in (unsharded, sharded):
-            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            # Shards may be in host memory, beside whole weights on the device.
-            norms.append(norm.to(self.mesh.device))
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        for params in (unsharded, sharded):
-            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-        return float(norm)
 
     @torch.no_grad()
     def score(self, groups: Groups, mini: RankMiniBatch) -> list[tuple[int, int, float, float]]:

@@ -96,6 +96,12 @@ def _lora(config: Config) -> Iterator[str]:
             "that are not trained; set it false"
         )
     if lora.quantization == "nf4":
+        if (size := config.actor.fsdp_config.expert_parallel_size) > 1:
+            yield (
+                f"actor.fsdp_config.expert_parallel_size: {size} with actor.model.lora."
+                "quantization=nf4: every rank has quantized weights whole; set it 1, or "
+                "quantization none"
+            )
         for contradicts, key, why in (
             (
                 lora.sync == "adapters",

@@ -19,9 +19,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import Any
 
-from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema import ActorConfig, Config
 from rlinf_vl.errors import ConfigError, nearest
 
 COMPONENTS = ("actor", "rollout")
@@ -48,7 +49,6 @@ class Placement:
         actor: the slot of each actor rank, ascending.
         engines: the slots of each engine.
         nodes: number of slots of each node.
-        context_parallel_size: actor ranks that share their rows.
 
     Raises:
         ConfigError: the slots can't be divided evenly, or an engine can't use its slots.
@@ -57,10 +57,8 @@ class Placement:
     actor: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]
     nodes: tuple[int, ...]
-    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        check_context(len(self.actor), self.context_parallel_size)
         for number, engine in enumerate(self.engines):
             name = f"engine {number} (slots {ranges(engine)})"
             if len(engine) > 1 and set(engine) & set(self.actor):
@@ -137,13 +135,14 @@ class Placement:
         )
 
 
-def check_context(ranks: int, size: int) -> None:
-    """Raise ConfigError unless `size` ranks that share their rows divide the actor ranks."""
-    if ranks % size:
-        raise ConfigError(
-            f"actor.context_parallel_size: {size} does not divide the {ranks} slots of actor in "
-            f"{_KEY}"
-        )
+def _check_ranks(ranks: int, actor: ActorConfig) -> None:
+    """Raise ConfigError unless ranks that share rows, or share out experts, divide the actor's."""
+    for key in ("context_parallel_size", "fsdp_config.expert_parallel_size"):
+        # A size below 1 is a problem of its own limit.
+        if ranks % (size := max(1, attrgetter(key)(actor))):
+            raise ConfigError(
+                f"actor.{key}: {size} does not divide the {ranks} slots of actor in {_KEY}"
+            )
 
 
 def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
@@ -154,7 +153,7 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
             `parse_placement` and `Placement`.
     """
     named = parse_placement(config.cluster.component_placement)
-    tp, context = config.rollout.tensor_parallel_size, config.actor.context_parallel_size
+    tp = config.rollout.tensor_parallel_size
     if not any(nodes):
         raise ConfigError(
             f"{_KEY}: no slots: the cluster has none of cluster.device; set that to cpu, or start "
@@ -162,8 +161,9 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
         )
     # A mode is given to both components or to none (`parse_placement`), so either one tells it.
     if (mode := named["actor"].text) in MODES:
-        actor, rollout = _halves(mode, nodes, tp, context)
-        return Placement(actor, tuple(_engines(rollout, None, tp, nodes)), tuple(nodes), context)
+        actor, rollout = _halves(mode, nodes, tp, config.actor.rank_multiple)
+        _check_ranks(len(actor), config.actor)
+        return Placement(actor, tuple(_engines(rollout, None, tp, nodes)), tuple(nodes))
     ranks: list[int] = []
     for part in named["actor"].parts:
         ranks += _slots("actor", named["actor"], part, nodes)
@@ -173,7 +173,8 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
             _slots("rollout", named["rollout"], part, nodes), part.processes, tp, nodes
         )
     # Ranks follow the slots' order, whatever the order of the parts.
-    placement = Placement(tuple(sorted(ranks)), tuple(engines), tuple(nodes), context)
+    _check_ranks(len(ranks), config.actor)
+    placement = Placement(tuple(sorted(ranks)), tuple(engines), tuple(nodes))
     if config.cluster.elastic_rollout and placement.shared:
         raise ConfigError(_ELASTIC_SHARES)
     if config.rollout.rollout_backend == "torch" and (
@@ -264,9 +265,8 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, Entry]:
 def check_placement(config: Config) -> None:
     """Raise ConfigError if the placement is wrong on every cluster."""
     named = parse_placement(config.cluster.component_placement)
-    # A context_parallel_size below 1 is a problem of its own limit.
     if (ranks := named["actor"].slots) is not None:
-        check_context(len(ranks), max(1, config.actor.context_parallel_size))
+        _check_ranks(len(ranks), config.actor)
     if any(part.processes not in (None, len(part.numbers or ())) for part in named["actor"].parts):
         raise ConfigError(
             f"{_KEY}: 'actor: {named['actor'].text}' shares slots out; each actor rank has one: "
@@ -284,7 +284,7 @@ def slots_named(config: Config) -> int:
     named = parse_placement(config.cluster.component_placement)
     if named["actor"].text in MODES[1:]:
         # Each half needs room for one engine, or for one set of ranks that share rows.
-        return config.rollout.tensor_parallel_size + config.actor.context_parallel_size
+        return config.rollout.tensor_parallel_size + config.actor.rank_multiple
     highest = [max(entry.slots or entry.within or (-1,)) for entry in named.values()]
     return 1 + max(highest)
 
@@ -350,9 +350,9 @@ def _slots_of(nodes: Sequence[int]) -> list[range]:
 
 
 def _halves(
-    mode: str, nodes: Sequence[int], tp: int, context: int
+    mode: str, nodes: Sequence[int], tp: int, multiple: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the slots of actor and of rollout in a mode."""
+    """Return the slots of actor, a multiple, and of rollout in a mode."""
     n = sum(nodes)
     if mode == "collocated":
         return tuple(range(n)), tuple(range(n))
@@ -365,11 +365,12 @@ def _halves(
         # Whole nodes, since no engine may span two.
         boundary = sum(nodes[: len(nodes) // 2])
         return tuple(range(boundary)), tuple(range(boundary, n))
-    ranks = [ranks for ranks in range(context, n, context) if (n - ranks) % tp == 0]
+    ranks = [ranks for ranks in range(multiple, n, multiple) if (n - ranks) % tp == 0]
     if not ranks:
         raise ConfigError(
-            f"{_KEY}: {mode} finds no halves: {described(nodes)}; actor takes {context} or a "
-            f"multiple (actor.context_parallel_size), rollout {tp} or a multiple "
+            f"{_KEY}: {mode} finds no halves: {described(nodes)}; actor takes {multiple} or a "
+            "multiple (actor.context_parallel_size, actor.fsdp_config.expert_parallel_size), "
+            f"rollout {tp} or a multiple "
             f"(rollout.tensor_parallel_size); name the slots, as in {_EXAMPLE}, or write collocated"
         )
     # Take the most equal division; of two, the one with fewer ranks.

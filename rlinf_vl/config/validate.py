@@ -150,6 +150,11 @@ def _local(config: Config) -> Iterator[str]:
         ("cluster.num_nodes", cluster.num_nodes, 1),
         ("cluster.elastic_rollout", cluster.elastic_rollout, False),
         ("actor.context_parallel_size", config.actor.context_parallel_size, 1),
+        (
+            "actor.fsdp_config.expert_parallel_size",
+            config.actor.fsdp_config.expert_parallel_size,
+            1,
+        ),
         ("rollout.rollout_backend", rollout.rollout_backend, "torch"),
         ("rollout.tensor_parallel_size", rollout.tensor_parallel_size, 1),
         ("rollout.weight_sync", rollout.weight_sync, "auto"),

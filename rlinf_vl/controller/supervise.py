@@ -236,10 +236,8 @@ def ranks_again(
     while True:
         lost = find_lost(placements)
         surviving = [options for number, options in enumerate(placements) if number not in lost]
-        # The ranks of a context-parallel group share sequences: an incomplete group is of no use.
-        surviving = surviving[
-            : len(surviving) - len(surviving) % max(1, config.actor.context_parallel_size)
-        ]
+        # Ranks share sequences and experts in groups: an incomplete group is of no use.
+        surviving = surviving[: len(surviving) - len(surviving) % config.actor.rank_multiple]
         if not lost or (surviving and config.cluster.on_node_loss == "shrink"):
             if lost:
                 message = f"the nodes of {len(lost)} of {len(placements)} actor ranks are lost; {len(surviving)} go on"

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice of experts, their products, and routing replay.
+"""Mixtures of experts: the choice of experts, their load, and routing replay.
 
 The router computes in float32 whatever the dtype of the rest: softmax over all experts, the k most
 likely ones, their weights renormalised, as in transformers. With routing replay (R3; Ma et al.
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from rlinf_vl.models.layers import kernels_for
+from rlinf_vl.models.experts import ExpertRanks, exchanged_forward
 from rlinf_vl.models.recompute import MODES, kept
 
 #: The column (`TokenSequence.columns`) of the experts that an engine chose for each token, uint8 or
@@ -199,51 +199,28 @@ def mixture_forward(
 ) -> torch.Tensor:
     """Run `forward` of a transformers mixture, with or without a shared expert.
 
-    [B, T, H] → [B, T, H]. `self.number` is the mixture's number among those of the model.
+    [B, T, H] → [B, T, H]. `self.number` is the mixture's number among those of the model;
+    `self.expert_ranks`, where it is set, are the ranks that share out its experts.
     """
     x = hidden_states.flatten(0, -2)
     probs = F.linear(x.float(), self.gate.weight.float()).softmax(-1)
     probs, experts = (routing or Routing())(self.number, probs, self.gate.top_k)
     weights = probs.gather(1, experts)
-    weights = weights / weights.sum(-1, keepdim=True)
-    out = self.experts(x, experts, weights.to(x.dtype))
-    if hasattr(self, "shared_expert"):
-        out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-    return out.view_as(hidden_states)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
 
+    def shared() -> torch.Tensor:
+        return torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
-def experts_forward(
-    self: Any, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Run `forward` of transformers' fused experts: one grouped product for all of them.
-
-    x [T, H], experts int64 [T, k], weights [T, k] → [T, H]. Where transformers cannot use grouped
-    products, it silently falls back to a loop whose backward is tens of times slower.
-    """
-    if any(size * x.itemsize % 16 for size in self.down_proj.shape[1:]):
-        raise ValueError(
-            f"experts {tuple(self.down_proj.shape)} in {x.dtype}: grouped products take rows of "
-            "whole 16 bytes, multiples of 4 numbers in float32 and of 8 in bfloat16"
+    has_shared = hasattr(self, "shared_expert")
+    ranks: ExpertRanks | None = getattr(self, "expert_ranks", None)
+    if ranks is not None:
+        out = exchanged_forward(
+            self.experts, ranks, x, experts, weights, shared if has_shared else None
         )
-    k = experts.shape[1]
-    # Rows are sorted by expert: a grouped product takes consecutive rows for each.
-    by_expert = experts.flatten().argsort(stable=True)
-    counts = torch.zeros(len(self.gate_up_proj), dtype=torch.int32, device=x.device)
-    ends = counts.scatter_add_(
-        0, experts.flatten(), torch.ones_like(experts.flatten(), dtype=torch.int32)
-    ).cumsum(0)
-    ends = ends.to(torch.int32)
-    rows = x.repeat_interleave(k, dim=0).index_select(0, by_expert)
-    gate, up = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    inner = kernels_for(x).swiglu(gate, up)
-    out = F.grouped_mm(inner, self.down_proj.transpose(1, 2), offs=ends)
-    # The inverse permutation brings the k results of each token together again.
-    token_order = torch.empty_like(by_expert).scatter_(
-        0, by_expert, torch.arange(len(by_expert), device=x.device)
-    )
-    return (out.index_select(0, token_order).view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(
-        1
-    )
+    else:
+        out = self.experts(x, experts, weights)
+        out = out + shared() if has_shared else out
+    return out.view_as(hidden_states)
 
 
 def mixture_layer_forward(

@@ -11,7 +11,7 @@ next block is read.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
+from rlinf_vl.models.experts import STACKED
 from rlinf_vl.models.family import Family
-from rlinf_vl.models.loading import load_model
+from rlinf_vl.models.loading import load_model, mixtures
 from rlinf_vl.models.lora import unwrapped_name
 from rlinf_vl.models.partial import (
     RemovedParameter,
@@ -50,12 +51,15 @@ def load_shards(
     dtype: torch.dtype,
     mesh: DeviceMesh,
     *,
+    experts: DeviceMesh | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Shards]:
     """Read this rank's rows of each weight into host memory.
 
     Args:
         mesh: FSDP2's: its last dimension shards, one before it replicates.
+        experts: the ranks that share out the experts of mixtures, dimensions `expert` and
+            `expert_shard`, and one before them replicates.
 
     Returns:
         The model as `load_model` makes it, with parameters that have shapes and no memory, but for
@@ -67,8 +71,14 @@ def load_shards(
     shards: Shards = {}
     mixing: list[list[str]] = []
     removed: list[RemovedParameter] = []
+    shared_out = set[str]()
+
+    def mesh_of(name: str) -> DeviceMesh:
+        return experts if experts is not None and name in shared_out else mesh
 
     def declare(model: PreTrainedModel) -> None:
+        if experts is not None:
+            shared_out.update(_stacked(model, family, experts["expert"].size()))
         converted, mixing_names = _converted(model)
         for names in weight_groups(model, family):
             mixing.append([name for name in names if name in mixing_names])
@@ -77,7 +87,8 @@ def load_shards(
         def declared(name: str, weight: nn.Parameter) -> nn.Parameter:
             if family.stays_float32(name):
                 return weight
-            return nn.Parameter(_sharded(weight, mesh), requires_grad=weight.requires_grad)
+            shard = _sharded(weight, mesh_of(name))
+            return nn.Parameter(shard, requires_grad=weight.requires_grad)
 
         replace_parameters(model, declared)
         # transformers tells by a parameter's shape whether to transpose what it has read, which
@@ -94,7 +105,7 @@ def load_shards(
     restore_parameters(removed)
     for names in filter(None, mixing):
         weights = load_weights(path, family, dtype, names, trust_remote_code=trust_remote_code)
-        shards |= {name: _sharded(weights.pop(name), mesh) for name in names}
+        shards |= {name: _sharded(weights.pop(name), mesh_of(name)) for name in names}
 
     def emptied(name: str, weight: nn.Parameter) -> nn.Parameter:
         if family.stays_float32(name):
@@ -131,11 +142,27 @@ def put_in_place(model: nn.Module, shards: Shards, device: str) -> None:
         shard = shards.pop(unwrapped_name(name), None)
         if shard is None:
             return weight
-        value = _as_dtensor(shard.to_local().to(device), shard.shape, shard.device_mesh)
+        # FSDP2 names the ranks of experts in another order.
+        assert isinstance(weight, DTensor)
+        value = _as_dtensor(
+            shard.to_local().to(device), shard.shape, weight.device_mesh, weight.placements
+        )
         return nn.Parameter(value, requires_grad=weight.requires_grad)
 
     replace_parameters(model, filled)
     assert not shards, f"the model has no weight for {', '.join(sorted(shards))}"
+
+
+def _stacked(model: PreTrainedModel, family: Family, n_ranks: int) -> set[str]:
+    """Return the names of stacked experts that so many ranks can share out equally."""
+    modules = {mixture.experts for mixture in mixtures(model, family)}
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if module in modules
+        for name, weight in module.named_parameters(recurse=False)
+        if name in STACKED and len(weight) % n_ranks == 0
+    }
 
 
 def _converted(model: PreTrainedModel) -> tuple[set[str], set[str]]:
@@ -181,19 +208,25 @@ def _local(weight: nn.Parameter) -> Any:
 
 def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return the weight as the DTensor of this rank's rows, a copy, on the weight's device."""
-    # As `torch.chunk` divides: ⌈rows / ranks⌉ each, less for the last ones.
-    rows_per_rank = -(-len(weight) // mesh.size(-1))
-    start = mesh.get_local_rank(mesh.ndim - 1) * rows_per_rank
-    rows = weight[start : start + rows_per_rank]
-    return _as_dtensor(rows.clone(), weight.shape, mesh)
+    placements = _placements(mesh)
+    start, end = 0, len(weight)
+    for dimension, placement in enumerate(placements):
+        if placement.is_shard():
+            # As `torch.chunk` divides: ⌈rows / ranks⌉ each, less for the last ones.
+            n_rows = -(-(end - start) // mesh.size(dimension))
+            start = min(start + mesh.get_local_rank(dimension) * n_rows, end)
+            end = min(start + n_rows, end)
+    return _as_dtensor(weight[start:end].clone(), weight.shape, mesh, placements)
 
 
-def _as_dtensor(rows: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+def _as_dtensor(
+    rows: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
     """Return a rank's rows as the DTensor of a weight of this shape."""
     return DTensor.from_local(
         rows,
         mesh,
-        _placements(mesh),
+        placements,
         run_check=False,
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
@@ -201,8 +234,8 @@ def _as_dtensor(rows: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTen
 
 
 def _placements(mesh: DeviceMesh) -> list[Placement]:
-    """Return FSDP2's: rows are sharded over the last dimension, and replicated over one before."""
-    return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    """Return the placements of rows: `replicate` replicates them, other dimensions shard them."""
+    return [Replicate() if name == "replicate" else Shard(0) for name in mesh.mesh_dim_names or ()]
 
 
 def _with_memory(shard: DTensor) -> DTensor:
@@ -210,4 +243,4 @@ def _with_memory(shard: DTensor) -> DTensor:
     rows = shard.to_local()
     if rows.untyped_storage().nbytes() == rows.nbytes:
         return shard
-    return _as_dtensor(rows.clone(), shard.shape, shard.device_mesh)
+    return _as_dtensor(rows.clone(), shard.shape, shard.device_mesh, shard.placements)

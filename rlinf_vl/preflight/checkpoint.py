@@ -281,11 +281,24 @@ def _mixture(
     """
     actor, precision = config.actor, config.actor.fsdp_config.mixed_precision
     if family is None or not family.has_mixtures:
-        defaults = {"routing_replay": "off", "model.router_aux_loss_coef": 0}
+        defaults = {
+            "routing_replay": "off",
+            "model.router_aux_loss_coef": 0,
+            "fsdp_config.expert_parallel_size": 1,
+        }
         for key, off in defaults.items():
             if (value := attrgetter(key)(actor)) != off:
                 yield f"actor.{key}: {value}, but {checkpoint_text}, without a mixture of experts; set it {off}"
         return
+    size = actor.fsdp_config.expert_parallel_size
+    # An absent key has transformers' default; the ranks look once more.
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    if size > 1 and experts % size:
+        divisors = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        yield (
+            f"actor.fsdp_config.expert_parallel_size: {size} can't divide the {experts} experts "
+            f"(num_experts), but {checkpoint_text}; these can: {divisors}"
+        )
     dtypes = {"actor.fsdp_config.mixed_precision.param_dtype": precision.param_dtype}
     if config.rollout.rollout_backend == "torch":
         dtypes["rollout.model.precision"] = config.rollout.model.precision

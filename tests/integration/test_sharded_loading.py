@@ -18,6 +18,12 @@ from rlinf_vl.models.saving import save_model
 
 #: ranks, ranks that share the weights
 MESHES = {"2 ranks": (2, 2), "2 copies on 4 ranks": (4, 2), "3 ranks, uneven": (3, 3)}
+#: ranks, ranks that share the weights, ranks that share out experts
+EXPERT_MESHES = {
+    "2 of 2 ranks": (2, 2, 2),
+    "2 of 4 ranks": (4, 4, 2),
+    "2 of 2 ranks, 2 copies": (4, 2, 2),
+}
 STORED = ("for SGLang", "by transformers")
 
 
@@ -40,13 +46,15 @@ def saved(tmp_path_factory):
     return folder
 
 
-def read(folder: str, family: str, dtype: torch.dtype, ranks_that_share: int):
+def read(folder: str, family: str, dtype: torch.dtype, ranks_that_share: int, experts: int = 1):
     """Number of weights that differ from those of transformers' whole model, of buffers too; rows that this rank holds and all."""
+    from rlinf_vl.actor.expert_sharding import reading_order
     from rlinf_vl.actor.mesh import Mesh
     from rlinf_vl.models.shards import load_shards
 
-    mesh = Mesh.make("cpu", shard=ranks_that_share)
-    model, shards = load_shards(folder, FAMILIES[family], dtype, mesh.sharding)
+    mesh = Mesh.make("cpu", shard=ranks_that_share, experts=experts)
+    expert_rows = mesh.experts and reading_order(mesh.experts)
+    model, shards = load_shards(folder, FAMILIES[family], dtype, mesh.sharding, experts=expert_rows)
     whole = FAMILIES[family].model_class.from_pretrained(folder, dtype=dtype)
     weights = dict(model.named_parameters())
     assert weights.keys() == dict(whole.named_parameters()).keys()
@@ -116,11 +124,26 @@ def test_experts_as_transformers_saves_them(processes, saved, family, layout):
         assert not differing
 
 
-def step(folder: str, family: str, lora: bool, by_shards: bool, target: str):
+@pytest.mark.quick("2 of 4 ranks-for SGLang-qwen3_vl_moe")
+@pytest.mark.parametrize("family", [name for name in MEMBERS if "moe" in name])
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("layout", EXPERT_MESHES)
+def test_ranks_that_share_out_experts_read_their_own(processes, saved, family, stored, layout):
+    ranks, shared, experts = EXPERT_MESHES[layout]
+    folder = saved(family, stored)
+    for differing, held, total in processes.run(
+        ranks, read, folder, family, torch.float32, shared, experts
+    ):
+        assert not differing
+        assert held < 1.5 * total / shared
+
+
+def step(folder: str, family: str, lora: bool, by_shards: bool, target: str, experts: int = 1):
     """One SGD step of the trainer that reads this checkpoint, and a checkpoint of it: (all weights, whole; metrics)."""
     from plain_step import groups_of
     from tiny import IMAGE_ID, banned, tiny_trainer
 
+    from rlinf_vl.actor.expert_sharding import reading_order
     from rlinf_vl.actor.mesh import Mesh
     from rlinf_vl.config.schema import ActorConfig, ActorModelConfig, LoraConfig
     from rlinf_vl.controller.step_plan import plan_step
@@ -130,12 +153,15 @@ def step(folder: str, family: str, lora: bool, by_shards: bool, target: str):
     from rlinf_vl.types import GroupSummary
 
     torch.manual_seed(5)
-    mesh = Mesh.make("cpu")
+    mesh = Mesh.make("cpu", experts=experts)
+    expert_rows = mesh.experts and reading_order(mesh.experts)
 
     def load(dtype: torch.dtype) -> PolicyModel:
         shards = {}
         if by_shards:
-            model, shards = load_shards(folder, FAMILIES[family], dtype, mesh.sharding)
+            model, shards = load_shards(
+                folder, FAMILIES[family], dtype, mesh.sharding, experts=expert_rows
+            )
         else:
             model = load_model(folder, FAMILIES[family], dtype)
         policy = PolicyModel(model, FAMILIES[family], banned(), temperature=1.0, chunk=None)
@@ -174,13 +200,20 @@ def step(folder: str, family: str, lora: bool, by_shards: bool, target: str):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
-@pytest.mark.quick("qwen3_5_moe-adapters")
-def test_they_train_and_save_as_with_whole_weights(processes, saved, tmp_path, family, lora):
+@pytest.mark.parametrize(
+    ("family", "experts"), [("qwen3_vl", 1), ("qwen3_5_moe", 1), ("qwen3_5_moe", 2)]
+)
+@pytest.mark.quick("qwen3_5_moe-2-adapters")
+def test_they_train_and_save_as_with_whole_weights(
+    processes, saved, tmp_path, family, experts, lora
+):
     run = partial(processes.run, 2, step, saved(family), family, lora)
     for name in ("shards", "whole"):
         (tmp_path / name).mkdir()
-    by_shards, whole = run(True, str(tmp_path / "shards")), run(False, str(tmp_path / "whole"))
+    by_shards, whole = (
+        run(shards, str(tmp_path / name), experts)
+        for name, shards in (("shards", True), ("whole", False))
+    )
     saved_bytes = [
         sum(file.stat().st_size for file in (tmp_path / name).iterdir())
         for name in ("shards", "whole")

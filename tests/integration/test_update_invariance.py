@@ -10,7 +10,7 @@ import pytest
 import torch
 from plain_step import LR, Layout, groups_of, plain_reference
 from tiny import MEMBERS, pixels, tiny_policy
-from trained_step import trained_step
+from trained_step import assert_same, trained_step
 
 from rlinf_vl.models.families import FAMILIES
 
@@ -30,18 +30,6 @@ def run_shared(request, processes):
         return trained_step(processes, sharing, kind)
 
     return go
-
-
-def assert_same(ours, theirs):
-    metrics, weights, _ = ours
-    loss, norm, expected = theirs
-    assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-5, rel=1e-5)
-    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert set(weights) == set(expected)
-    for name, value in weights.items():
-        np.testing.assert_allclose(
-            value, expected[name], atol=1e-5 * LR * max(1.0, norm), rtol=1e-6, err_msg=name
-        )
 
 
 def seen(context: int, shard: int):

@@ -1,6 +1,7 @@
 """Keys of `actor`: the trainer."""
 
 from dataclasses import dataclass, field
+from math import lcm
 
 from rlinf_vl.config.schema.limits import (
     AT_LEAST_1,
@@ -126,6 +127,10 @@ class FsdpConfig:
     (ZeRO-3). false keeps them and the whole gradient through all micro-batches of an optimizer step
     (ZeRO-2): faster, for more memory. auto: false where that fits the run's GPUs beside what
     gradient_checkpointing keeps, by the memory ledger; true on a CPU."""
+    expert_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share out the experts of each mixture: each has some experts whole, and tokens go
+    to the ranks of their experts instead of experts to the ranks of their tokens. Divides the
+    model's experts and the ranks of actor (with hsdp: those of a node). 1 is off."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (CUDA only)."""
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
@@ -190,3 +195,8 @@ class ActorConfig:
     model: ActorModelConfig = field(default_factory=ActorModelConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def rank_multiple(self) -> int:
+        """The number of which the ranks are a multiple: in groups they share rows and experts."""
+        return lcm(self.context_parallel_size, self.fsdp_config.expert_parallel_size)

@@ -23,7 +23,8 @@ def layers() -> dict[str, Forward]:
 
 def mixtures_of(prefix: str) -> dict[str, Forward]:
     """Return `Family.layers` of mixtures, for classes whose names begin with `prefix`."""
-    from rlinf_vl.models.mixture import experts_forward, mixture_forward, mixture_layer_forward
+    from rlinf_vl.models.experts import experts_forward
+    from rlinf_vl.models.mixture import mixture_forward, mixture_layer_forward
 
     return {
         f"{prefix}DecoderLayer": mixture_layer_forward,

@@ -224,6 +224,15 @@ def test_ranks_that_share_rows_come_out_even():
         placed_on(4, {"actor": "0-2", "rollout": 0}, context=2)
 
 
+def test_halves_come_out_even_for_ranks_that_share_experts():
+    config = asking("disaggregated")
+    config.actor.fsdp_config.expert_parallel_size = 4
+    config.actor.context_parallel_size = 2
+    assert placement_of(config, (7,)).actor == (0, 1, 2, 3)
+    with pytest.raises(ConfigError, match=r"actor takes 4 or a multiple .*expert_parallel_size"):
+        placement_of(config, (4,))
+
+
 def test_elastic_engines_need_slots_of_their_own():
     with pytest.raises(
         ConfigError,

@@ -66,6 +66,18 @@ RULES = [
         ["actor.context_parallel_size=3"],
         ["actor.context_parallel_size: 3", "does not divide the 2 slots of actor"],
     ),
+    (
+        ["actor.fsdp_config.expert_parallel_size=4"],
+        ["actor.fsdp_config.expert_parallel_size: 4 does not divide the 2 slots of actor"],
+    ),
+    (
+        [
+            "actor.fsdp_config.expert_parallel_size=2",
+            "actor.model.is_lora=true",
+            "actor.model.lora.quantization=nf4",
+        ],
+        ["actor.fsdp_config.expert_parallel_size: 2", "quantized weights whole; set it 1"],
+    ),
     (["rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size", "SGLang", "torch"]),
     (
         ["rollout.sglang.server_args={disable_radix_cache: true}"],

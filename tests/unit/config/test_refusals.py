@@ -196,6 +196,15 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["rollout.model.precision: bf16, but the checkpoint at FILES/experts", "moe_intermediate_size 12", "of 8; set it fp32"],
     ),
     (
+        ["rollout.model.model_path=FILES/dense", "actor.fsdp_config.expert_parallel_size=2"],
+        ["actor.fsdp_config.expert_parallel_size: 2, but the checkpoint at FILES/dense", "without a mixture of experts; set it 1"],
+    ),
+    (
+        ["rollout.model.model_path=FILES/experts", "actor.fsdp_config.expert_parallel_size=3"]
+        + ["cluster.component_placement={actor: 0-2, rollout: 0}"],
+        ["actor.fsdp_config.expert_parallel_size: 3 can't divide the 4 experts", "these can: 1, 2, 4"],
+    ),
+    (
         ["rollout.model.model_path=FILES/dense", "actor.routing_replay=replay"],
         ["actor.routing_replay: replay, but the checkpoint at FILES/dense", "without a mixture of experts; set it off"],
     ),

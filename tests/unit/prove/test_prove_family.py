@@ -259,7 +259,7 @@ def forgotten_decay(self, hidden_states, **options):
 
 
 def unweighted_experts(self, hidden_states, *arguments, **options):
-    from rlinf_vl.models.mixture import experts_forward
+    from rlinf_vl.models.experts import experts_forward
 
     return 0.9 * experts_forward(self, hidden_states, *arguments, **options)
 
