@@ -26,7 +26,8 @@ log = logging.getLogger("rlinf_vl")
 #: Verb → its errors that mean a mistake of the user, beside ConfigError: a folder that is not a
 #: run's, or not as it must be.
 MISTAKES = dict.fromkeys(("watch", "timeline", "report"), (ValueError,)) | {
-    "export": (FileNotFoundError, FileExistsError)
+    "export": (FileNotFoundError, FileExistsError),
+    "look": (FileNotFoundError,),
 }
 
 
@@ -197,6 +198,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
                 print(runs_table(runs))
                 return 0
             print(build_report(arguments.runs, arguments.output))
+        case "look":
+            from rlinf_vl.look import main
+
+            return main.main(arguments)
         case "check-env":
             from rlinf_vl.check_agent.main import is_agent
             from rlinf_vl.check_agent.main import main as check_agent

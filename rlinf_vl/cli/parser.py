@@ -239,6 +239,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="the file; the default is report.html in the first run's folder",
     )
 
+    argument = verb("look", "score a run's answers with and without their images; heat maps")
+    argument("run", type=Path, metavar="RUN_DIR", help="folder of a run or of an evaluation")
+    argument(
+        "--checkpoint",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="weights that score: a run's folder, or checkpoints/global_step_N; default: those of "
+        "the step, or the nearest",
+    )
+    argument(
+        "--step", type=int, default=None, help="the step whose answers are scored; default: newest"
+    )
+    argument("--split", choices=("val", "train", "all"), default="val", help="which of its answers")
+    argument(
+        "--heat-maps",
+        type=int,
+        default=8,
+        metavar="N",
+        help="answers that get a map of each of their pictures (default 8)",
+    )
+    argument(
+        "--forwards",
+        type=int,
+        default=64,
+        metavar="N",
+        help="the most forwards for the map of one picture (default 64)",
+    )
+    argument(OPTION, action="store_true", help=trust_help)
+
     # Check code, data and machines before a run.
     argument = verb(
         "check-env",

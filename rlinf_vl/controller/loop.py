@@ -42,7 +42,7 @@ class RunState:
         sampler: position of the `EpochSampler`.
         open: groups that were requested and are not trained, each the fields of an `OpenGroup`.
         accuracies: val/accuracy by step.
-        first_shares: of the first validation with vision controls (`seeing.gains`).
+        first_shares: by kind, of the first validation with that vision control (`seeing.gains`).
         validating: the step's validation has not ended.
         bad_steps: steps in a row up to this one whose gradient was not finite.
         metrics: those of this step. A checkpoint is written before its step is logged, and a crash
@@ -53,7 +53,7 @@ class RunState:
     sampler: dict[str, Any] = field(default_factory=lambda: {"epoch": 0, "rows": 0})
     open: Sequence[Sequence[int]] = ()
     accuracies: dict[int, float] = field(default_factory=dict)
-    first_shares: dict[int, list[float]] = field(default_factory=dict)
+    first_shares: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     validating: bool = False
     bad_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -74,7 +74,10 @@ class RunState:
         return replace(
             state,
             accuracies={int(step): x for step, x in state.accuracies.items()},
-            first_shares={int(row): x for row, x in state.first_shares.items()},
+            first_shares={
+                kind: {int(row): shares for row, shares in by_row.items()}
+                for kind, by_row in state.first_shares.items()
+            },
         )
 
     def content(self, timings: dict[str, float]) -> dict[str, Any]:

@@ -40,12 +40,12 @@ class Validator:
         data: DatasetPlan,
         log: RunLog,
         accuracies: dict[int, float],
-        first_shares: dict[int, list[float]] | None = None,
+        first_shares: dict[str, dict[int, list[float]]] | None = None,
     ) -> None:
         """
         Args:
             accuracies: gets the accuracy of each validation, by step.
-            first_shares: as `first` in `seeing.gains`; filled by the first validation if empty.
+            first_shares: as `first` in `seeing_metrics`; filled by the first validation.
         """
         self._config = config
         self._pool = pool
@@ -168,8 +168,9 @@ class Validator:
             return {}
         true = right_shares(self._data.val_rows, summaries)
         by_control = shares_by_control(controls)
-        if "blank" in by_control and not self._first_shares:
-            self._first_shares |= first_shares(true, by_control["blank"])
+        for kind, shares in by_control.items():
+            if kind not in self._first_shares:
+                self._first_shares[kind] = first_shares(true, shares)
         counts = control_counts(s for by_row in controls.values() for s in by_row.values())
         if n_env_images := counts["val/control_env_images"]:
             logger.warning(

@@ -34,6 +34,22 @@ FLAT_KL, FLAT_GROWTH = 0.05, 2.0
 TIED = 0.9
 #: Mean |rollout - train logprob| in nats, and its growth since the first steps.
 MISMATCH, MISMATCH_GROWTH = 0.05, 3.0
+#: The split of a gain in validation by two controls: what is seen, its standard error, what is
+#: guessed, its standard error.
+SPLITS = {
+    "a blank": (
+        "val/gain_seen",
+        "val/gain_seen_stderr",
+        "val/gain_guessed",
+        "val/gain_guessed_stderr",
+    ),
+    "another question's": (
+        "val/gain_seen_swapped",
+        "val/gain_seen_swapped_stderr",
+        "val/gain_guessed_swapped",
+        "val/gain_guessed_swapped_stderr",
+    ),
+}
 #: Standard errors from which a gain in validation counts as one.
 SURE_ERRORS = 2.0
 
@@ -165,24 +181,26 @@ def _reward_free(h: History) -> str | None:
 
 
 def _not_seen(h: History) -> str | None:
-    validated = [row for row in h.rows if row.get("val/gain_seen_stderr") is not None]
-    if not validated or not h.rewarded:
+    if not h.rewarded:
         return None
-    newest = validated[-1]
-    seen, seen_error = newest["val/gain_seen"], newest["val/gain_seen_stderr"]
-    guessed, guessed_error = newest["val/gain_guessed"], newest["val/gain_guessed_stderr"]
-    # Where both rise, the one may be sure a validation before the other: what may be seen must be
-    # less than what is guessed. A small validation shows neither, so silence proves nothing.
-    is_guessed = guessed > SURE_ERRORS * guessed_error
-    may_be_seen = seen + SURE_ERRORS * seen_error
-    if not is_guessed or seen > SURE_ERRORS * seen_error or may_be_seen > guessed:
-        return None
-    return (
-        f"the reward went from {h.first('reward/mean'):.2f} to {h.last('reward/mean'):.2f}, and "
-        f"at the validation of step {newest['step']:.0f} the gain without the image is "
-        f"{guessed:+.3f} ± {guessed_error:.3f}, and what needs the image {seen:+.3f} ± "
-        f"{seen_error:.3f}"
-    )
+    for control, names in SPLITS.items():
+        validated = [row for row in h.rows if row.get(names[-1]) is not None]
+        if not validated:
+            continue
+        newest = validated[-1]
+        seen, seen_error, guessed, guessed_error = (newest[name] for name in names)
+        # Where both rise, the one may be sure a validation before the other: what may be seen must
+        # be less than what is guessed. A small validation shows neither, so silence proves nothing.
+        is_guessed = guessed > SURE_ERRORS * guessed_error
+        may_be_seen = seen + SURE_ERRORS * seen_error
+        if is_guessed and seen <= SURE_ERRORS * seen_error and may_be_seen <= guessed:
+            return (
+                f"the reward went from {h.first('reward/mean'):.2f} to "
+                f"{h.last('reward/mean'):.2f}, and at the validation of step {newest['step']:.0f} "
+                f"the gain with {control} image is {guessed:+.3f} ± {guessed_error:.3f}, and what "
+                f"needs the right one {seen:+.3f} ± {seen_error:.3f}"
+            )
+    return None
 
 
 def _groups_tied(h: History) -> str | None:

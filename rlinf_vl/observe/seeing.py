@@ -1,6 +1,7 @@
 """The split of a validation's gain into *seen* and *guessed*, with standard errors.
 
-For question q let a be the share of right answers with its image and b that with a blank one. With
+For question q let a be the share of right answers with its image and b that under a control (with a
+blank image, or another question's). With
 the gains Δa and Δb since the first validation,
 
     Δa = (Δa − Δb) + Δb = seen + guessed:
@@ -23,12 +24,17 @@ ACCURACY_METRICS = {
     "swapped": "val/accuracy_swapped",
     "cropped": "val/accuracy_cropped",
 }
-#: Metrics of each figure and of its standard error.
+#: By control: the metrics of each figure of `gains` and of its standard error.
 SPLIT_METRICS = {
-    "seen now": ("val/seen", "val/seen_stderr"),
-    "gain": ("val/gain", "val/gain_stderr"),
-    "seen": ("val/gain_seen", "val/gain_seen_stderr"),
-    "guessed": ("val/gain_guessed", "val/gain_guessed_stderr"),
+    "blank": {
+        "gain": ("val/gain", "val/gain_stderr"),
+        "seen": ("val/gain_seen", "val/gain_seen_stderr"),
+        "guessed": ("val/gain_guessed", "val/gain_guessed_stderr"),
+    },
+    "swapped": {
+        "seen": ("val/gain_seen_swapped", "val/gain_seen_swapped_stderr"),
+        "guessed": ("val/gain_guessed_swapped", "val/gain_guessed_swapped_stderr"),
+    },
 }
 #: Share of right answers by row.
 Shares = Mapping[int, float]
@@ -71,15 +77,15 @@ def seen_share(true: Shares, blank: Shares) -> dict[str, float | int | None]:
 
 
 def gains(
-    first: Mapping[int, Sequence[float]], true: Shares, blank: Shares
+    first: Mapping[int, Sequence[float]], true: Shares, control: Shares
 ) -> dict[str, dict[str, float | int | None]]:
     """Return `gain`, `seen` and `guessed` since the first validation, as `mean_and_error`.
 
     Args:
         first: row → (a, b) of the first validation. Rows that one of them lacks are left out.
     """
-    rows = [row for row in blank if row in first]
-    guessed = [blank[row] - first[row][1] for row in rows]
+    rows = [row for row in control if row in first]
+    guessed = [control[row] - first[row][1] for row in rows]
     gain = [true[row] - first[row][0] for row in rows]
     seen = [g - without for g, without in zip(gain, guessed, strict=True)]
     return {
@@ -92,33 +98,45 @@ def gains(
 def seeing_metrics(
     true: Shares,
     by_control: Mapping[str, Shares],
-    first: Mapping[int, Sequence[float]],
+    first: Mapping[str, Mapping[int, Sequence[float]]],
 ) -> dict[str, float]:
-    """Return `val/accuracy_<control>`, and with the control `blank` the split of the gain.
+    """Return `val/accuracy_<control>`, and the split of the gain by blank and by swapped images.
 
     Args:
         true: of the questions with their images.
         by_control: kind of control → the same questions, or some of them.
-        first: as in `gains`.
+        first: kind of control → as in `gains`.
     """
     metrics: dict[str, float] = {}
     for kind, metric in ACCURACY_METRICS.items():
         if shares := by_control.get(kind):
             metrics[metric] = sum(shares.values()) / len(shares)
     if blank := by_control.get("blank"):
-        figures = {"seen now": seen_share(true, blank)} | gains(first, true, blank)
-        for name, (mean_metric, error_metric) in SPLIT_METRICS.items():
-            mean, error = figures[name]["mean"], figures[name]["standard_error"]
-            if mean is not None:
-                metrics[mean_metric] = mean
-            if error is not None:
-                metrics[error_metric] = error
+        _add(metrics, "val/seen", "val/seen_stderr", seen_share(true, blank))
+    for kind, names in SPLIT_METRICS.items():
+        if shares := by_control.get(kind):
+            figures = gains(first[kind], true, shares)
+            for figure, (mean_metric, error_metric) in names.items():
+                _add(metrics, mean_metric, error_metric, figures[figure])
     return metrics
 
 
-def first_shares(true: Shares, blank: Shares) -> dict[int, list[float]]:
+def _add(
+    metrics: dict[str, float],
+    mean_metric: str,
+    error_metric: str,
+    figure: Mapping[str, float | int | None],
+) -> None:
+    """Add a mean and its standard error, where there are enough questions for them."""
+    if figure["mean"] is not None:
+        metrics[mean_metric] = figure["mean"]
+    if figure["standard_error"] is not None:
+        metrics[error_metric] = figure["standard_error"]
+
+
+def first_shares(true: Shares, control: Shares) -> dict[int, list[float]]:
     """Return row → [a, b], what `gains` takes as the first validation."""
-    return {row: [true[row], share] for row, share in blank.items()}
+    return {row: [true[row], share] for row, share in control.items()}
 
 
 def control_counts(summaries: Iterable[GroupSummary]) -> dict[str, int]:

@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
         ("labels", pa.string()),  # JSON; short columns of its row
         ("sample", pa.int32()),  # its number within the group
         ("prompt", pa.string()),  # as the model reads it; images are <image>, videos <video>
+        ("prompt_ids", pa.list_(pa.int32())),  # with which all its sequences begin
         ("response", pa.string()),
         ("answer", pa.string()),  # the reference
         ("images", pa.list_(pa.string())),  # paths in the run's folder
@@ -145,6 +146,7 @@ class TrajectoryStore:
             "prompt": self._video_pattern.sub(
                 "<video>", self._image_pattern.sub("<image>", prompt)
             ),
+            "prompt_ids": group.prefix,
             "answer": group.answer,
         }
         for sample, t in enumerate(group.trajectories):

@@ -21,6 +21,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from rlinf_vl.observe.clip_files import frames_of
+from rlinf_vl.observe.look_files import KEY as LOOK_KEY
+from rlinf_vl.observe.look_files import SCHEMA as LOOK_SCHEMA
+from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, look_file
 from rlinf_vl.observe.trajectories import SCHEMA
 
 #: Column type → the type of the column in the browser, and the value of a token that has none.
@@ -168,8 +171,28 @@ def read_trajectories(run: Path, max_bytes: int, notes: list[str]) -> pa.Table:
     for file in dict.fromkeys(group.file for group in groups if group.file in rows_of):
         table = _read(file, notes)
         if len(table):  # empty if a column that was not read before is broken
-            tables.append(table.take(sorted(rows_of[file])))
+            table = table.take(sorted(rows_of[file]))
+            tables.append(_with_look(table, run, int(file.stem.removeprefix("step_")), notes))
     return pa.concat_tables(tables, promote_options="default")
+
+
+def _with_look(table: pa.Table, run: Path, step: int, notes: list[str]) -> pa.Table:
+    """Add the columns of a step's `look_file` to its trajectories, if it has one."""
+    file = look_file(run, step)
+    if not file.is_file():
+        return table
+    try:
+        rows = pq.read_table(file, schema=LOOK_SCHEMA).to_pylist()
+    except (pa.ArrowException, OSError, ValueError):
+        notes.append(f"look/{file.name} could not be read and is left out.")
+        return table
+    by_key = {(row["split"], row["group_id"], row["sample"]): row for row in rows}
+    keys = zip(*(table[name].to_pylist() for name in LOOK_KEY), strict=True)
+    found = [by_key.get(key, {}) for key in keys]
+    for name in (WITH_IMAGES, WITH_BLANKS, "heat_maps"):
+        values = [row.get(name) for row in found]
+        table = table.append_column(name, pa.array(values, LOOK_SCHEMA.field(name).type))
+    return table
 
 
 def encode_trajectories(
@@ -189,7 +212,7 @@ def encode_trajectories(
     )
     table = _shift_turns(table, lengths, kept_tokens)
     for name in table.column_names:
-        if name == "images":
+        if name in ("images", "prompt_ids"):
             continue
         column = table[name].combine_chunks()
         if column.type == pa.string() or name == "tokens":
@@ -318,7 +341,9 @@ def _read(file: Path, notes: list[str], names: Sequence[str] = ()) -> pa.Table:
 
     Without names all of them, and further columns that have a number per token, as float32.
     """
-    fields = [SCHEMA.field(name) for name in names or SCHEMA.names]
+    # The page shows prompts as text.
+    shown = [name for name in SCHEMA.names if name != "prompt_ids"]
+    fields = [SCHEMA.field(name) for name in names or shown]
     try:
         with pq.ParquetFile(file) as parquet:
             column_types = {field.name: field.type for field in parquet.schema_arrow}

@@ -21,6 +21,7 @@ from whole_run import LOCAL, Run
 from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.observe.alarms import ALARMS
 from rlinf_vl.observe.clip_files import animated
+from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, write_look
 from rlinf_vl.report import build_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
@@ -1113,4 +1114,79 @@ def test_four_runs_are_compared_in_tables_and_in_one_plot(browser, four):
     )
     browser.click(".compared tbody button")
     assert browser.run("document.querySelectorAll('.compared .detail .trajectory').length") == 1
+    assert browser.problems == []
+
+
+#: The patch that the planted answers depend on, of 6 × 6.
+HOT = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory) -> Path:
+    """A run whose last validation was looked at: the first sampled token of each answer needs the image, the others don't."""
+    run = make_run(tmp_path_factory.mktemp("runs") / "looked")
+    values = [[0.0] * 6 for _ in range(6)]
+    values[HOT[0]][HOT[1]] = 4.0
+    maps = json.dumps([{"image": 0, "values": values, "forwards": 20}])
+    rows = []
+    for row in pq.read_table(run / "trajectories/step_6.parquet").to_pylist():
+        if row["split"] == "val":
+            with_images = [-0.5] * len(row["response_ids"])
+            blank = [-2.5, *with_images[1:]]
+            rows.append({WITH_IMAGES: with_images, WITH_BLANKS: blank, "heat_maps": maps, "weights_step": 6}
+                        | {name: row[name] for name in ("split", "group_id", "sample")})  # fmt: skip
+    write_look(run, 6, rows)
+    return build_report([run])
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_second_colouring_and_heat_maps_show_what_images_add(browser, looked, dark):
+    browser.open(looked, dark=dark)
+    browser.choose("split", "val")
+    browser.choose("from", "6")
+    assert browser.run("document.querySelectorAll('.tokens [data-shade=p4]').length") == 0
+    browser.choose("color", "seeing")
+    shaded = (
+        "[...document.querySelectorAll('.trajectory .tokens')].map((tokens) => "
+        "[...tokens.children].map((token) => token.dataset.shade ?? ''))"
+    )
+    for tokens in browser.run(shaded):
+        assert tokens[0] == "p4" and not any(tokens[1:]), "the first token alone needs the image"
+    assert "with blank ones" in browser.run("document.getElementById('scale').textContent")
+    browser.point_at(".trajectory .tokens [data-n]")
+    browser.wait("!document.getElementById('tooltip').hidden")
+    assert WITH_BLANKS in browser.run("document.getElementById('tooltip').textContent")
+    colour = "getComputedStyle(document.querySelector('.tokens [data-shade=p4]')).backgroundColor"
+    assert browser.run(colour) != browser.run(
+        "getComputedStyle(document.querySelector('.card')).backgroundColor"
+    )
+
+    # The map lies on the picture, cell by cell, and is seen once it is asked for.
+    overlay = "document.querySelector('.heat canvas')"
+    assert browser.run(f"getComputedStyle({overlay}).display") == "none"
+    browser.click(".heat button")
+    assert (
+        browser.run("document.querySelector('.heat button').getAttribute('aria-pressed')") == "true"
+    )
+    box = "(({ x, y, width, height }) => [x, y, width, height].map(Math.round))"
+    of_map = browser.run(f"{box}({overlay}.getBoundingClientRect())")
+    of_picture = browser.run(f"{box}(document.querySelector('.heat img').getBoundingClientRect())")
+    assert all(abs(a - b) <= 1 for a, b in zip(of_map, of_picture, strict=True)), (
+        of_map,
+        of_picture,
+    )
+    alphas = browser.run(
+        f"[...{overlay}.getContext('2d').getImageData(0, 0, 6, 6).data].filter((_, k) => k % 4 === 3)"
+    )
+    assert [k for k, alpha in enumerate(alphas) if alpha] == [6 * HOT[0] + HOT[1]]
+    # A click still opens the picture below it at full size.
+    browser.click(".heat img")
+    browser.wait("document.getElementById('zoom').open")
+    assert browser.problems == []
+
+
+def test_without_a_look_there_is_no_second_colouring(browser, page):
+    browser.open(page)
+    assert browser.run("document.querySelector('#filters [value=seeing]')") is None
+    assert browser.run("document.querySelector('.heat')") is None
     assert browser.problems == []

@@ -181,7 +181,32 @@ function picture(item, index, view, zooms = true) {
   const image = imageAt(item, index, view);
   if (!image) return h("span", { class: "no-image" }, "[image left out]");
   if (image.clip) return clip(image.clip.map(([at, seconds]) => [view.images[at], seconds]), `Video ${index + 1} of problem ${item.problem}`, zooms);
-  return imageElement(image, `Image ${index + 1} of problem ${item.problem}`, zooms);
+  const shown = imageElement(image, `Image ${index + 1} of problem ${item.problem}`, zooms);
+  const map = zooms && heatMapsOf(item).find((entry) => entry.image === index);
+  return map ? withHeatMap(shown, map) : shown;
+}
+
+/** [{image, values: nats by rows and columns of patches}] that the verb look has made of a trajectory. */
+function heatMapsOf(item) {
+  const maps = item.run.trajectories.heat_maps ? list(parsed(item.text("heat_maps"))) : [];
+  return maps.filter((map) => list(map?.values).length && map.values.every((row) => list(row).length === map.values[0].length && row.length));
+}
+
+/** A picture, and a button that lays over it which patches the answer depends on. */
+function withHeatMap(shown, { values }) {
+  const [rows, columns] = [values.length, values[0].length];
+  const overlay = h("canvas", { width: columns, height: rows, hidden: true, "aria-hidden": "true" });
+  const most = Math.max(...values.flat(), 1e-9);
+  const pixels = new ImageData(columns, rows);
+  values.flat().forEach((value, k) => pixels.data.set([214, 20, 90, Math.round(225 * Math.max(0, value) / most)], 4 * k));
+  overlay.getContext("2d").putImageData(pixels, 0, 0);
+  const total = values.flat().reduce((sum, value) => sum + value, 0);
+  const button = h("button", { type: "button", "aria-pressed": "false", title: "Patches whose hiding makes the answer less likely", onclick: () => {
+    overlay.hidden = !overlay.hidden;
+    button.setAttribute("aria-pressed", String(!overlay.hidden));
+  } }, "Heat map");
+  return h("figure", { class: "heat" }, h("div", {}, shown, overlay),
+    h("figcaption", {}, button, h("small", {}, ` ${number(total)} nats, ${number(most)} in one patch`)));
 }
 
 function imageElement(image, name, zooms) {

@@ -3,6 +3,8 @@
 const TOKENS_SHOWN = 600;
 const MOST_SIDES = 2; // runs whose trajectories of a problem stand side by side; more are the rows of a table
 const LEVELS = 4; // shades of a token's color on either side of zero
+const WITH_IMAGES = "logprob with images"; // columns that the verb look adds
+const WITH_BLANKS = "logprob with blank images";
 const tokenText = (t, k) => t.tokens.table[t.tokens.index[k]] ?? "";
 
 function setUpGallery({ runs, images }) {
@@ -11,7 +13,8 @@ function setUpGallery({ runs, images }) {
   const pages = document.getElementById("pages");
   const all = runs.flatMap((run) => indexRun(run));
   const advantages = all.flatMap((item) => item.layout.turns.map((turn) => turn.advantage ?? item.advantage).concat(item.advantage));
-  const scales = { difference: scaleOf(all.map((item) => item.mismatch_max)), advantage: scaleOf(advantages) };
+  const scales = { difference: scaleOf(all.map((item) => item.mismatch_max)), advantage: scaleOf(advantages), seeing: scaleOf(runs.flatMap(seeingOf)) };
+  if (!scales.seeing) form.elements.color.querySelector("[value=seeing]").remove();
   if (runs.some((run) => run.conversational)) form.elements.sort.append(h("option", { value: "turns" }, "most turns"));
   document.querySelector("#curves .charts").append(...[successByTurns(runs, all)].filter(Boolean));
   const pageSize = runs.length > 1 ? 10 : 20;
@@ -116,6 +119,17 @@ function indexRun(run) {
 function scaleOf(values) {
   const sizes = values.map(Math.abs).filter((value) => value > 0 && value < Infinity).sort((a, b) => a - b);
   return sizes[Math.floor(0.9 * (sizes.length - 1))] ?? 0;
+}
+
+const tokenColumn = (t, name) => t.token_columns.find(([column]) => column === name)?.[1];
+
+/** What its images add to a sampled token's log-probability; NaN where it was not scored. */
+function seeingAt(t, k) {
+  return t.response_mask[k] ? (tokenColumn(t, WITH_IMAGES)?.[k] ?? NaN) - (tokenColumn(t, WITH_BLANKS)?.[k] ?? NaN) : NaN;
+}
+
+function seeingOf({ trajectories: t }) {
+  return tokenColumn(t, WITH_IMAGES) ? Array.from(t.response_mask, (_, k) => seeingAt(t, k)).filter((value) => !Number.isNaN(value)) : [];
 }
 
 function comparison(sort) {
@@ -287,7 +301,8 @@ function tokenList(item, view, start, end, name, labels = new Map(), limit = TOK
   const spans = Array.from({ length: Math.min(count, limit) }, (_, i) => {
     const n = first + i;
     const k = item.from + n;
-    const value = { difference: t.rollout_logprobs[k] - t.train_logprobs[k], advantage: view.mode === "advantage" ? advantageAt(item, n) : 0 }[view.mode];
+    const value = { difference: t.rollout_logprobs[k] - t.train_logprobs[k], advantage: view.mode === "advantage" ? advantageAt(item, n) : 0,
+      seeing: view.mode === "seeing" ? seeingAt(t, k) : 0 }[view.mode];
     const level = Math.min(LEVELS, Math.ceil((LEVELS * Math.abs(value)) / view.scales[view.mode]));
     const shade = level > 0 && t.response_mask[k] ? (value > 0 ? "p" : "n") + level : null;
     const span = h("span", { role: "option", "aria-selected": "false", "aria-describedby": "tooltip", tabindex: i ? -1 : 0, "data-n": n,
@@ -356,7 +371,9 @@ function showScale({ mode, scales }) {
   const scale = scales[mode];
   legend.hidden = !scale;
   if (!scale) return;
-  const [low, high] = mode === "advantage" ? ["worse than its group", "better"] : ["rollout less sure than train", "more sure"];
+  const ends = { advantage: ["worse than its group", "better"], difference: ["rollout less sure than train", "more sure"],
+    seeing: ["less likely with its images than with blank ones", "more likely"] };
+  const [low, high] = ends[mode];
   const swatches = ["n4", "n3", "n2", "n1", "p1", "p2", "p3", "p4"].map((shade) => h("span", { "data-shade": shade }));
   legend.replaceChildren(h("small", {}, `${low} ${number(-scale)}`), h("div", {}, swatches), h("small", {}, `${number(scale)} ${high}`));
 }

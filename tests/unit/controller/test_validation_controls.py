@@ -54,7 +54,10 @@ def test_controls_are_asked_beside_the_questions_and_change_nothing_else(tmp_pat
             assert row["val/seen"] == row["val/gain_seen"] == 0
             assert run.pool.validated.get(f"blank-val-{step}-0", 0) in (step, 0)
     state = json.loads((run.run_dir / "checkpoints/global_step_3/controller.json").read_text())
-    assert len(state["first_shares"]) == 7
+    assert {kind: len(shares) for kind, shares in state["first_shares"].items()} == {
+        "blank": 7,
+        "swapped": 7,
+    }
 
 
 def test_a_resumed_run_counts_its_gain_from_the_same_start(tmp_path):

@@ -227,14 +227,15 @@ def test_the_line_and_the_event_say_it(tmp_path: Path, caplog: pytest.LogCapture
     )
 
 
-def validated(seen, guessed, error=0.03, reward=0.8):
+def validated(seen, guessed, error=0.03, reward=0.8, control=""):
     """A run whose reward rises, with a validation every fifth step."""
+    seen_name, guessed_name = f"val/gain_seen{control}", f"val/gain_guessed{control}"
     rows = ending(**{"reward/mean": reward})
     for step, row in enumerate(rows, 1):
         if step % 5 == 0:
             share = min(1.0, max(0.0, (step - 20) / 20))
-            row |= {"val/gain_seen": share * seen, "val/gain_guessed": share * guessed}
-            row |= {"val/gain_seen_stderr": error, "val/gain_guessed_stderr": error}
+            row |= {seen_name: share * seen, guessed_name: share * guessed}
+            row |= {f"{seen_name}_stderr": error, f"{guessed_name}_stderr": error}
     return rows
 
 
@@ -242,8 +243,15 @@ def test_a_reward_that_rises_by_guessing_is_told():
     alarms = Alarms(GROUPS)
     found = [message for row in validated(0.01, 0.4) for _, message in alarms.check(row)]
     assert len(found) == 1
-    assert "validation of step 25 the gain without the image is +0.100 ± 0.030" in found[0]
-    assert "needs the image +0.003 ± 0.030" in found[0]
+    assert "validation of step 25 the gain with a blank image is +0.100 ± 0.030" in found[0]
+    assert "needs the right one +0.003 ± 0.030" in found[0]
+
+
+def test_swapped_images_tell_of_guessing_that_blank_ones_hide():
+    rows = validated(0.4, 0.0)
+    for row, swapped in zip(rows, validated(0.0, 0.4, control="_swapped"), strict=True):
+        row |= swapped
+    assert "not_seen" in {kind for _, kind in told(rows)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ def test_the_split_by_hand():
     first = first_shares({0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0}, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0})
     true = {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}
     blank = {0: 0.0, 1: 0.0, 2: 1.0, 3: 0.0}
-    metrics = seeing_metrics(true, {"blank": blank, "swapped": {0: 0.0, 1: 1.0}}, first)
+    swapped = {0: 0.0, 1: 1.0}
+    before = {"blank": first, "swapped": {0: [0.0, 0.0], 1: [0.0, 0.0]}}
+    metrics = seeing_metrics(true, {"blank": blank, "swapped": swapped}, before)
+    assert metrics["val/gain_seen_swapped"] == metrics["val/gain_guessed_swapped"] == 0.5
     assert metrics["val/accuracy_blank"] == 0.25 and metrics["val/accuracy_swapped"] == 0.5
     assert metrics["val/seen"] == 0.75
     assert metrics["val/gain"] == 0.75
@@ -24,7 +27,7 @@ def test_the_split_by_hand():
 
 def test_a_first_validation_has_gained_nothing():
     true, blank = {0: 1.0, 1: 0.0}, {0: 0.0, 1: 0.0}
-    metrics = seeing_metrics(true, {"blank": blank}, first_shares(true, blank))
+    metrics = seeing_metrics(true, {"blank": blank}, {"blank": first_shares(true, blank)})
     gained = {name: value for name, value in metrics.items() if name.startswith("val/gain")}
     assert len(gained) == 6 and set(gained.values()) == {0.0}
 

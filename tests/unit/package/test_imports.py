@@ -51,6 +51,7 @@ ROOMS = {
     },
     "report": {"config", "observe", "runtime"},
     "calibrate": {"actor", "config", "controller", "local", "preflight"},
+    "look": {"controller", "data", "models", "observe", "packing", "report", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "weights",
     },

@@ -1,0 +1,1 @@
+"""The verb `look`: what recorded answers owe to their images."""
