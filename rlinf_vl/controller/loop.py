@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
+from rlinf_vl.actor.rank import group_numbers
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import Rollout, count_bad_rows, estimator_of, rollout
 from rlinf_vl.controller.dataset_plan import DatasetPlan
@@ -144,7 +145,7 @@ def train(
                 try:
                     metrics |= guard.check(step, batch.scored, batch.to_score)
                 except EngineMismatch as error:
-                    pool.release(log.record_failure(step, batch, error))
+                    record_failure(step, batch, pool, log, error)
                     raise
                 # Engines get the weights that a validation is about, whatever the interval says.
                 synced = data.is_due(runner.weight_sync_interval, step) or validator.is_due(step)
@@ -188,6 +189,15 @@ def train(
         scheduler.buffer.close()
         saver.close()
     return state.metrics
+
+
+def record_failure(
+    step: int, batch: Rollout, pool: Pool, log: RunLog, error: EngineMismatch
+) -> None:
+    """Record the groups that the mismatch guard has scored, and release the step's groups."""
+    scored = set(group_numbers(mini for minis in batch.to_score for mini in minis))
+    advantages = batch.plan.advantages
+    pool.release(log.record_failure(step, batch.summaries, batch.groups, advantages, scored, error))
 
 
 def interrupted(

@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.protocols import StepProgress
@@ -17,10 +17,7 @@ from rlinf_vl.observe.replay_file import replay_path
 from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
 from rlinf_vl.runtime.files import read_lines
-from rlinf_vl.types import GroupSummary
-
-if TYPE_CHECKING:
-    from rlinf_vl.controller.batch import Rollout
+from rlinf_vl.types import GroupSummary, Reference
 
 logger = logging.getLogger(__name__)
 
@@ -149,25 +146,25 @@ class RunLog:
         return self._end_recording(step, reason)
 
     def record_failure(
-        self, step: int, batch: "Rollout", error: BaseException
+        self,
+        step: int,
+        summaries: Sequence[GroupSummary],
+        groups: Sequence[Reference],
+        advantages: Sequence[Sequence[Sequence[float]]],
+        scored: Collection[int],
+        error: BaseException,
     ) -> list[GroupSummary]:
         """Write groups of a step that can't be trained, the whole file and one for `rlinf-vl
         replay`; returns all groups of the step: release them.
 
-        Groups are those that the mismatch guard has scored, or else the first ones.
+        Written are the groups whose numbers the mismatch guard has `scored`, or else the first.
         """
-        scored = [
-            micro for minis in batch.to_score for mini in minis for micro in mini.micro_batches
-        ]
-        numbers = {item.group for micro in scored for item in micro}
-        chosen = sorted(g for g in numbers if g < len(batch.groups))[:FAILED_GROUPS]
-        chosen = chosen or list(range(min(FAILED_GROUPS, len(batch.groups))))
-        self.recorder.record(
-            "train", step, batch.summaries, batch.groups, chosen, batch.plan.advantages
-        )
+        chosen = sorted(g for g in scored if g < len(groups)) or list(range(len(groups)))
+        chosen = chosen[:FAILED_GROUPS]
+        self.recorder.record("train", step, summaries, groups, chosen, advantages)
         self._end_recording(step, f"the run could not go on: {error}")
         self.recorder.close()
-        return list(batch.summaries)
+        return list(summaries)
 
     def _end_recording(self, step: int, replay_reason: str) -> list[GroupSummary]:
         """Start writing the step's records; with a reason, its replay file, too."""

@@ -202,14 +202,16 @@ class RecordedStep:
                 "'rlinf-vl replay RUN --step N' writes one"
             ) from None
 
-    def only(self, kept: Sequence[TrajectoryNumber]) -> "RecordedStep":
+    def only(self, kept_numbers: Sequence[TrajectoryNumber]) -> "RecordedStep":
         """Return the step with these trajectories alone, the groups renumbered.
 
         The loss's denominators stay, and the run's metrics go, which are those of all trajectories.
         """
-        kept_groups = sorted({g for g, _ in kept})
+        kept_groups = sorted({g for g, _ in kept_numbers})
         new_group = {g: n for n, g in enumerate(kept_groups)}
-        indices = {g: sorted(i for group, i in kept if group == g) for g in kept_groups}
+        indices: dict[int, list[int]] = {g: [] for g in kept_groups}
+        for g, i in sorted(kept_numbers):
+            indices[g].append(i)
         numbers = {(g, i): (new_group[g], n) for g in kept_groups for n, i in enumerate(indices[g])}
         groups = tuple(
             replace(
@@ -240,13 +242,13 @@ class RecordedStep:
         }
         sizes = self.group_sizes or tuple(len(group.trajectories) for group in self.groups)
         changes["group_sizes"] = tuple(sizes[g] for g in kept_groups)
-        whole = self.whole and len(numbers) == sum(len(g.trajectories) for g in self.groups)
+        is_whole = self.whole and len(numbers) == sum(len(g.trajectories) for g in self.groups)
         return replace(
             self,
             groups=groups,
             minibatches=tuple(minibatches),
-            metrics=self.metrics if whole else {},
-            whole=whole,
+            metrics=self.metrics if is_whole else {},
+            whole=is_whole,
             **changes,
         )
 
@@ -376,7 +378,7 @@ def _group(
     images: Mapping[str, ImageRef],
 ) -> Group:
     """Return the group of an entry of `_group_entry`."""
-    own = ("ids", "loss_mask", "logprobs", "versions")
+    own_arrays = ("ids", "loss_mask", "logprobs", "versions")
     trajectories = []
     for i, row in enumerate(entry["trajectories"]):
         row = dict(row)
@@ -388,7 +390,7 @@ def _group(
                 for name, array in arrays.items()
                 if name.startswith(prefix)
             }
-            fields = {name: columns.pop(name, None) for name in own}
+            fields = {name: columns.pop(name, None) for name in own_arrays}
             seen = tuple((images[name], (t, h, w)) for name, (t, h, w) in grids)
             sequences.append(TokenSequence(**fields, images=seen, columns=columns))  # pyright: ignore[reportArgumentType]
         turns = tuple(Turn(**turn) for turn in row.pop("turns"))

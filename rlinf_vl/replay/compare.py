@@ -82,6 +82,8 @@ def _compare_arrays(
     if value.shape[1:] != other.shape[1:] or (len(value) != len(other) and not by_token):
         return Agreement(quantity, sides, np.inf, limit, owner)
     n = min(len(value), len(other))
+    if not n:
+        return Agreement(quantity, sides, 0.0, limit, owner)
     a, b = value[:n].astype(np.float64), other[:n].astype(np.float64)
     with np.errstate(invalid="ignore"):
         gaps = np.abs(a - b)
@@ -89,8 +91,6 @@ def _compare_arrays(
     gaps[np.isnan(gaps)] = np.inf
     rows = gaps.reshape(n, -1)
     by_row = rows.max(axis=1, initial=0.0)
-    if not n:
-        return Agreement(quantity, sides, 0.0, limit, owner)
     exceeding = np.flatnonzero(by_row > limit)
     index = int(exceeding[0]) if len(exceeding) else -1
     place = index if index >= 0 else int(by_row.argmax())

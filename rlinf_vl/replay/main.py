@@ -102,13 +102,13 @@ def read_step(path: Path, prepare: PrepareToys, trust_run_code: bool = False) ->
     if not needs_run or not (Path(step.run) / "config.yaml").is_file():
         return step
     log.info("the file has no weights: computing them again from %s", step.run)
-    again = record_run(Path(step.run), step.step, prepare, trust_run_code=trust_run_code)
+    computed = record_run(Path(step.run), step.step, prepare, trust_run_code=trust_run_code)
     return replace(
         step,
-        weights=again.weights,
-        model_files=step.model_files or again.model_files,
-        model_path=again.model_path,
-        engine_weights=step.engine_weights or again.engine_weights,
-        train_logprobs=step.train_logprobs or again.train_logprobs,
-        messages=step.messages or again.messages,
+        weights=computed.weights,
+        model_files=step.model_files or computed.model_files,
+        model_path=computed.model_path,
+        engine_weights=step.engine_weights or computed.engine_weights,
+        train_logprobs=step.train_logprobs or computed.train_logprobs,
+        messages=step.messages or computed.messages,
     )

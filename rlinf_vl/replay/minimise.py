@@ -34,8 +34,8 @@ class Minimiser:
 
     def __call__(self, step: RecordedStep) -> RecordedStep:
         """Return the smallest step found; the step itself if nothing differs in it."""
-        wanted = self._first_difference(step)
-        if wanted is None:
+        shown_quantity = self._first_difference(step)
+        if shown_quantity is None:
             return step
 
         def shows(smaller: RecordedStep) -> bool:
@@ -43,14 +43,14 @@ class Minimiser:
                 return False
             self.replays += 1
             try:
-                return self._first_difference(smaller) == wanted
+                return self._first_difference(smaller) == shown_quantity
             except AssertionError:  # no longer a step, such as an image without its placeholders
                 return False
 
         numbers = [number for mini in step.minibatches for number in mini.trajectories]
-        kept = _minimised(numbers, lambda chosen: shows(step.only(chosen)))
-        if len(kept) < len(numbers):
-            step = step.only(kept)
+        fewest = _minimised(numbers, lambda chosen: shows(step.only(chosen)))
+        if len(fewest) < len(numbers):
+            step = step.only(fewest)
         step = self._without_images(step, shows)
         return self._shorter(step, shows)
 
@@ -140,14 +140,14 @@ def _parts(items: list[T], size: int) -> Iterator[list[T]]:
 
 def _without(sequence: TokenSequence, positions: np.ndarray, number: int) -> TokenSequence:
     """Return a sequence without these tokens and one of its images."""
-    kept = np.setdiff1d(np.arange(len(sequence.ids)), positions)
-    columns = {name: column[kept] for name, column in sequence.columns.items()}
+    other_tokens = np.setdiff1d(np.arange(len(sequence.ids)), positions)
+    columns = {name: column[other_tokens] for name, column in sequence.columns.items()}
     return replace(
         sequence,
-        ids=sequence.ids[kept],
-        loss_mask=sequence.loss_mask[kept],
-        logprobs=None if sequence.logprobs is None else sequence.logprobs[kept],
-        versions=sequence.versions[kept],
+        ids=sequence.ids[other_tokens],
+        loss_mask=sequence.loss_mask[other_tokens],
+        logprobs=None if sequence.logprobs is None else sequence.logprobs[other_tokens],
+        versions=sequence.versions[other_tokens],
         images=(*sequence.images[:number], *sequence.images[number + 1 :]),
         columns=columns,
     )

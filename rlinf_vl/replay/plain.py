@@ -88,6 +88,7 @@ class PlainStep:
             weight.requires_grad_(name in trained)
         hooks = Hooks(model, self.subject.family, trace)
         self._force_routes(model)
+        self.loss = 0.0
         try:
             for m, mini in enumerate(self.step.minibatches):
                 for number in mini.trajectories:
@@ -229,8 +230,6 @@ class PlainStep:
         return logits, new_weights.to(weights.dtype), taken
 
     # --- loss ---------------------------------------------------------------------------------------
-
-    loss = 0.0
 
     def _loss_of(
         self, number: TrajectoryNumber, mini: PlannedMiniBatch, hooks: Hooks, trace: Trace

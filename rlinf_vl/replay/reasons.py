@@ -81,15 +81,15 @@ def _tested_heads(agreement: Agreement, outcome: Outcome, config: Config) -> lis
         "tested: these are the logprobs with the banned ids left in": (logits, temperature, 0),
         "tested: these are the logprobs of targets shifted by one": (masked, temperature, 1),
     }
-    found = []
+    confirmed = []
     for text, (scores, divisor, shift) in hypotheses.items():
         scaled = scores / divisor
         log_p = scaled - np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
         expected = log_p[np.arange(len(targets)), np.roll(targets, -shift)]
         n = min(len(values), len(expected)) - shift
         if n > 0 and np.abs(values[:n] - expected[:n]).max() <= max(agreement.bound, 1e-4):
-            found.append(text)
-    return found
+            confirmed.append(text)
+    return confirmed
 
 
 def _tested_advantages(agreement: Agreement) -> list[str]:

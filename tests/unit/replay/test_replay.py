@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plain_step import groups_of
 from recorded_step import recorded_step, tiny_groups, tiny_run, tiny_subject
 
 from rlinf_vl.errors import ConfigError
@@ -168,3 +169,14 @@ def test_a_fault_of_images_keeps_the_images(monkeypatch):
     # One image cannot be swapped with itself.
     images = {image.hash for group in smallest.groups for image, _ in group.images}
     assert len(images) == 2 and sum(len(group.sequences) for group in smallest.groups) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gaps", "turns sequences"])
+def test_episodes_of_several_turns_agree(kind):
+    """With observations between sampled tokens, and with a sequence for each turn."""
+    config, subject = tiny_run(runner__max_tokens_per_mbs=400), tiny_subject()
+    outcome = Replay(subject, config)(recorded_step(subject, config, tuple(groups_of(kind))))
+    assert outcome.sound, outcome.first
+    last = {a.sides[0]: a for a in outcome.agreements if a.quantity.stage_name == "logprobs"}
+    assert last.keys() == {TRAINER, ENGINE}
