@@ -7,6 +7,7 @@ and writes docs/memory_sizes.json, which the page is made from. A test counts so
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from rlinf_vl.preflight.table import render
 
 PAGE = Path(__file__).with_name("memory.md")
 SIZES = Path(__file__).with_name("memory_sizes.json")
+#: Renders the section on activations.
+KEPT_ACTIVATIONS = runpy.run_path(str(PAGE.with_name("generate_kept_activations.py")))["render"]
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 SPLIT = "cluster.component_placement={actor: 0-5, rollout: 6-7}"
 GIB = 2**30
@@ -203,6 +206,7 @@ def render_page() -> str:
         parts.append(
             f"\n### doctor: {title}\n\n{render_lines(check(machine, parse_config(FLAGSHIP, overrides)))}"
         )
+    parts.append(f"\n{KEPT_ACTIVATIONS()}")
     return re.sub(r"\n{3,}", "\n\n", "".join(parts))
 
 
