@@ -22,6 +22,7 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Any
 
+from rlinf_vl.config.engine_groups import check_engine_groups
 from rlinf_vl.config.schema import ActorConfig, Config
 from rlinf_vl.errors import ConfigError, nearest
 
@@ -61,11 +62,6 @@ class Placement:
     def __post_init__(self) -> None:
         for number, engine in enumerate(self.engines):
             name = f"engine {number} (slots {ranges(engine)})"
-            if len(engine) > 1 and set(engine) & set(self.actor):
-                raise ConfigError(
-                    f"rollout.tensor_parallel_size: {len(engine)} needs slots of its own, but "
-                    f"{_KEY} puts actor and {name} on the same ones; split them, as in {_EXAMPLE}"
-                )
             engine_nodes = {self.node_of(slot) for slot in engine}
             # Tensor parallelism exchanges activations in every layer, which networks are too slow
             # for.
@@ -163,6 +159,7 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
     if (mode := named["actor"].text) in MODES:
         actor, rollout = _halves(mode, nodes, tp, config.actor.rank_multiple)
         _check_ranks(len(actor), config.actor)
+        check_engine_groups(config, [tp])
         return Placement(actor, tuple(_engines(rollout, None, tp, nodes)), tuple(nodes))
     ranks: list[int] = []
     for part in named["actor"].parts:
@@ -177,6 +174,7 @@ def placement_of(config: Config, nodes: Sequence[int]) -> Placement:
     placement = Placement(tuple(sorted(ranks)), tuple(engines), tuple(nodes))
     if config.cluster.elastic_rollout and placement.shared:
         raise ConfigError(_ELASTIC_SHARES)
+    check_engine_groups(config, map(len, engines))
     if config.rollout.rollout_backend == "torch" and (
         large := [engine for engine in engines if len(engine) > 1]
     ):
@@ -265,6 +263,10 @@ def parse_placement(component_placement: Mapping[str, Any]) -> dict[str, Entry]:
 def check_placement(config: Config) -> None:
     """Raise ConfigError if the placement is wrong on every cluster."""
     named = parse_placement(config.cluster.component_placement)
+    if config.rollout.rollout_backend == "sglang" and all(
+        part.processes is None for part in named["rollout"].parts
+    ):
+        check_engine_groups(config, [max(1, config.rollout.tensor_parallel_size)])
     if (ranks := named["actor"].slots) is not None:
         _check_ranks(len(ranks), config.actor)
     if any(part.processes not in (None, len(part.numbers or ())) for part in named["actor"].parts):

@@ -81,6 +81,8 @@ def make_engine(
         device=device,
         shared_gpu=shared_gpu,
         tp_size=rollout.tensor_parallel_size,
+        ep_size=rollout.sglang.ep_size,
+        attn_dp_size=rollout.sglang.attn_dp_size,
         cpu_threads=config.cluster.cpu_threads or 1,
         deterministic=rollout.deterministic,
         report_routes=config.actor.routing_replay != "off",

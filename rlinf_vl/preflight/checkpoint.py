@@ -203,8 +203,29 @@ def _family(
             device == "auto" and gpus.is_private(config) and gpus.gpu_memory() == ()
         )
         with suppress(AttributeError, TypeError):  # as above
+            yield from _engine_slices(config, checkpoint_text, text)
             for reason in family.sglang_refusals(shape or {}, without_gpu):
                 yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
+
+
+def _engine_slices(config: Config, checkpoint_text: str, text: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sizes of a text model that the GPUs of an SGLang engine can't divide evenly."""
+    rollout = config.rollout
+    sizes, tp = rollout.sglang, max(1, rollout.tensor_parallel_size)
+    ep, attn_dp = max(1, sizes.ep_size), max(1, sizes.attn_dp_size)
+    experts = text.get("num_experts") or 0
+    if ep > 1 and not experts:
+        yield f"rollout.sglang.ep_size: {ep}, but {checkpoint_text}, which has no experts; set it 1"
+    for key, size, name in (
+        ("rollout.tensor_parallel_size", max(1, tp // attn_dp), "num_attention_heads"),
+        ("rollout.tensor_parallel_size", max(1, tp // ep), "moe_intermediate_size"),
+        ("rollout.sglang.ep_size", ep, "num_experts"),
+    ):
+        if (text.get(name) or 0) % size:
+            yield (
+                f"{key}: {size} equal parts of {text[name]} ({name}) are not to be had, but "
+                f"{checkpoint_text}; set a divisor"
+            )
 
 
 def _unused_paths(config: Config) -> list[str]:

@@ -22,7 +22,7 @@ from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.rollout.worker_handle import WorkerHandle, answer
 from rlinf_vl.rollout.worker_placements import WorkerPlacements
 from rlinf_vl.runtime.launch import Reservation
-from rlinf_vl.runtime.ray_process import entry
+from rlinf_vl.runtime.ray_process import entry, gpu_ids
 from rlinf_vl.types import GroupSummary
 from rlinf_vl.weights.strategy import Strategy
 
@@ -80,6 +80,8 @@ class RolloutPool:
                 reservation.device,
                 number,
                 placement.shared,
+                # Looked up by tasks in their bundles; the worker is made when all have ended.
+                *(gpu_ids.options(**options).remote() for options in placement.further_slots),
             )
             return WorkerHandle(actor, config.runner.heartbeat_timeout)
 

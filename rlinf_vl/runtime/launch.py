@@ -13,6 +13,7 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -245,8 +246,22 @@ def reserve(
     is_elastic = learns and cluster.elastic_rollout
     ranks = [(slot,) for slot in placement.actor] if learns else []
     users = [*ranks, *placement.engines]  # the slots of each actor rank, then of each engine
+    # An engine beside several ranks takes its share of its first slot's bundle, and looks up the
+    # GPUs of the others (`WorkerPlacement.further_slots`): Ray has no fractions of several GPUs.
+    spread_engines = {
+        slots
+        for slots in placement.engines
+        if learns and len(slots) > 1 and not set(slots).isdisjoint(placement.actor)
+    }
     # Elastic workers reserve nothing, so that they end with their node instead of moving.
-    bundles = sorted(set(ranks if is_elastic else users))
+    bundles = sorted(
+        {
+            bundle
+            for slots in (ranks if is_elastic else users)
+            for bundle in ([(slot,) for slot in slots] if slots in spread_engines else [slots])
+        }
+    )
+    n_users = Counter(slot for slots in users for slot in slots)
     groups: dict[int, PlacementGroup] = {}  # by node
     try:
         for number, node in enumerate(nodes):
@@ -264,18 +279,20 @@ def reserve(
             "who sits where (cluster.component_placement):\n%s",
             placement.map(_addresses(nodes, groups)),
         )
-        process_options: list[dict[str, Any]] = []
-        # Elastic workers are placed below.
-        for slots in users[: len(ranks)] if is_elastic else users:
-            number = placement.node_of(slots[0])
-            bundle = sum(
+
+        def options_in(bundle: tuple[int, ...]) -> dict[str, Any]:
+            """Return the Ray options of a process with its share of a bundle."""
+            number = placement.node_of(bundle[0])
+            index = sum(
                 1
                 for earlier in bundles
-                if earlier < slots and placement.node_of(earlier[0]) == number
+                if earlier < bundle and placement.node_of(earlier[0]) == number
             )
-            strategy = PlacementGroupSchedulingStrategy(groups[number], bundle)
-            shares = {f"num_{kind.lower()}s": len(slots) / users.count(slots) for kind in kinds}
-            process_options.append({"scheduling_strategy": strategy, **shares, **(options or {})})
+            strategy = PlacementGroupSchedulingStrategy(groups[number], index)
+            shares = {f"num_{kind.lower()}s": len(bundle) / n_users[bundle[0]] for kind in kinds}
+            return {"scheduling_strategy": strategy, **shares, **(options or {})}
+
+        rank_options = tuple(options_in(slots) for slots in ranks)
         elastic = None
         if is_elastic:
             placed_nodes = {nodes[placement.node_of(slots[0])].id for slots in users}
@@ -286,16 +303,17 @@ def reserve(
                 for slots in placement.engines
             ]
         else:
-            engines = zip(process_options[len(ranks) :], placement.engines, strict=True)
-            rollout = [
-                WorkerPlacement(
-                    worker_options, len(slots), learns and not {*slots}.isdisjoint(placement.actor)
+            rollout = []
+            for slots in placement.engines:
+                shared = learns and not set(slots).isdisjoint(placement.actor)
+                first, *further = (
+                    [(slot,) for slot in slots] if slots in spread_engines else [slots]
                 )
-                for worker_options, slots in engines
-            ]
-        yield Reservation(
-            device, tuple(process_options[: len(ranks)]), tuple(rollout), placement, elastic
-        )
+                further_slots = tuple(map(options_in, further)) if device == "cuda" else ()
+                rollout.append(
+                    WorkerPlacement(options_in(first), len(slots), shared, further_slots)
+                )
+        yield Reservation(device, rank_options, tuple(rollout), placement, elastic)
     finally:
         for group in groups.values():
             remove_placement_group(group)

@@ -52,13 +52,16 @@ class WorkerPlacement:
     Attributes:
         options: its Ray options.
         slots: of its engine.
-        shared: an actor rank has the slots, too.
+        shared: an actor rank has one of the slots, or all of them, too.
+        further_slots: Ray options of a task in the bundle of each slot but the first, where these
+            are bundles of their own; the GPUs are then looked up (`ray_process.gpu_ids`).
         node: the node that it can't leave; None: Ray moves its bundle to another node if need be.
     """
 
     options: dict[str, Any]
     slots: int = 1
     shared: bool = False
+    further_slots: tuple[dict[str, Any], ...] = ()
     node: str | None = None
 
 

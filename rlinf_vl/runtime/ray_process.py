@@ -58,16 +58,29 @@ def _kill_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def own_process(cpu_threads: int | None, device: str) -> None:
+@ray.remote
+def gpu_ids() -> list[int | str]:
+    """Return the ids of the GPUs that Ray gives this task."""
+    return ray.get_gpu_ids()
+
+
+def see_gpus(further_gpus: Sequence[int | str] = ()) -> None:
+    """Let this process see the GPUs that Ray gave it and `further_gpus`, as 0, 1, …, and no others of
+    the host, also under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, [*ray.get_gpu_ids(), *further_gpus]))
+
+
+def own_process(
+    cpu_threads: int | None, device: str, further_gpus: Sequence[int | str] = ()
+) -> None:
     """Set up an actor's process, before it or a child of it touches a GPU.
 
-    It gets its number of threads (`cluster.cpu_threads`), and of the host's GPUs only those that
-    Ray gave it, as 0, 1, …, also under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES.
+    It gets its number of threads (`cluster.cpu_threads`), and its GPUs (`see_gpus`).
     """
     import torch
 
     if device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
+        see_gpus(further_gpus)
     threads = cpu_threads or 1
     if cpu_threads is None and device == "cuda":
         node = ray.get_runtime_context().get_node_id()

@@ -1,4 +1,6 @@
-"""Reservation on Ray with pretended GPUs: the ledger settles `rollout.gpu_memory_utilization: auto` before engines start."""
+"""Reservation on Ray with pretended GPUs: who sees which, and the ledger settles `rollout.gpu_memory_utilization: auto`."""
+
+import os
 
 import pytest
 import ray
@@ -9,6 +11,7 @@ from rlinf_vl.preflight import automatic
 from rlinf_vl.preflight.ledger import Hardware, ledger
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.launch import reserve
+from rlinf_vl.runtime.ray_process import gpu_ids, see_gpus
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
@@ -53,3 +56,48 @@ def test_auto_without_room_is_refused_and_a_number_is_the_users(monkeypatch, cap
     config = settled(monkeypatch, 10 * GIB, "rollout.gpu_memory_utilization=0.5")
     assert config.rollout.gpu_memory_utilization == 0.5
     assert "memory: " in caplog.text and "GiB on a GPU" in caplog.text
+
+
+@ray.remote
+class Member:
+    """A process of a run: the GPUs that it sees, in order."""
+
+    def __init__(self, *further):
+        see_gpus([gpu for gpus in further for gpu in gpus])
+
+    def gpus(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+
+
+@pytest.mark.slow
+def test_an_engine_sees_the_gpus_of_the_ranks_on_its_slots():
+    """Each rank has half a GPU of its own, and an engine the GPUs of all its slots, in their order:
+    an engine is beside two ranks, one beside one, and one beside none."""
+    overrides = [
+        "cluster.component_placement={actor: 1-3, rollout: 1-6}",
+        "rollout.tensor_parallel_size=2",
+    ]
+    with reserve(parse_config(FLAGSHIP, overrides)) as reservation:
+        ranks = [Member.options(**options).remote() for options in reservation.actor]
+        engines = [
+            Member.options(**worker.options).remote(
+                *(gpu_ids.options(**options).remote() for options in worker.further_slots)
+            )
+            for worker in reservation.rollout
+        ]
+        of_slot = dict(
+            zip(
+                reservation.placement.actor,
+                (gpu for (gpu,) in ray.get([rank.gpus.remote() for rank in ranks])),
+                strict=True,
+            )
+        )
+        assert len(set(of_slot.values())) == len(of_slot)
+        seen = ray.get([engine.gpus.remote() for engine in engines])
+        for slots, gpus in zip(reservation.placement.engines, seen, strict=True):
+            assert len(gpus) == len(set(gpus)) == 2
+            for slot, gpu in zip(slots, gpus, strict=True):
+                assert of_slot.setdefault(slot, gpu) == gpu
+        assert len(set(of_slot.values())) == len(of_slot), "two slots have one GPU"
+        for actor in (*ranks, *engines):
+            ray.kill(actor)

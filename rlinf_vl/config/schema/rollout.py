@@ -44,6 +44,13 @@ class SglangConfig:
     one there)."""
     log_level: str = key("error", ("debug", "info", "warning", "error", "critical"))
     """How much SGLang's processes say."""
+    ep_size: int = key(1, AT_LEAST_1)
+    """Groups among which a mixture's experts are divided, whole; 1: each of an engine's GPUs has a
+    slice of every expert. Divides rollout.tensor_parallel_size."""
+    attn_dp_size: int = key(1, AT_LEAST_1)
+    """Groups of an engine's GPUs that attend to requests of their own, so that no key is kept twice
+    where tensor_parallel_size exceeds the model's key heads. Divides
+    rollout.tensor_parallel_size; 1: all GPUs attend to every request."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of SGLang's server, by their own names, over what is chosen for it."""
 

@@ -188,11 +188,6 @@ def test_refusals(placement, nodes, expected):
 @pytest.mark.parametrize(
     ("placement", "nodes", "expected"),
     [
-        (
-            "0-1",
-            2,
-            "2 needs slots of its own, but cluster.component_placement puts actor and engine 0 (slots 0-1)",
-        ),
         ({"actor": 3, "rollout": "0-2"}, 4, "2 does not divide the 3 slots of rollout in"),
         (
             {"actor": 0, "rollout": "1-4"},
@@ -205,6 +200,22 @@ def test_engines_that_can_not_be_placed(placement, nodes, expected):
     with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size: ") as error:
         placed_on(nodes, placement, tp=2)
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("placement", "nodes", "engines", "beside"),
+    [
+        ("all", (4,), [(0, 1), (2, 3)], True),
+        ("all", (2, 2), [(0, 1), (2, 3)], True),
+        ({"actor": "0-3", "rollout": "0-1"}, (4,), [(0, 1)], True),
+        ({"actor": "0-2", "rollout": "2-3"}, (4,), [(2, 3)], False),
+    ],
+)
+def test_an_engine_may_span_the_slots_of_ranks(placement, nodes, engines, beside):
+    placed = placed_on(nodes, placement, tp=2)
+    assert list(placed.engines) == engines
+    assert placed.shared and placed.beside_actors == beside
+    assert "engine" in placed.map() and "actor rank" in placed.map()
 
 
 def test_torch_engines_have_one_slot():

@@ -429,8 +429,9 @@ def test_engines_that_could_not_be_placed(main, capsys, monkeypatch):
     ]
     asked += ["rollout.tensor_parallel_size=2"]
     assert main([*asked, "cluster.component_placement={actor: 0-3, rollout: 4-7}"]) == 0
-    assert main([*asked, "cluster.component_placement={actor: all, rollout: all}"]) == 2
-    assert "rollout.tensor_parallel_size: 2 needs slots of its own" in capsys.readouterr().err
+    assert main([*asked, "cluster.component_placement={actor: all, rollout: all}"]) == 0
+    assert main([*asked, "cluster.component_placement={actor: 0-2, rollout: 0-2}"]) == 2
+    assert "rollout.tensor_parallel_size: 2 does not divide the 3" in capsys.readouterr().err
 
 
 def test_a_name_that_sglang_does_not_have(main, capsys, monkeypatch, tmp_path):

@@ -213,7 +213,8 @@ def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger
 
 @pytest.mark.parametrize("offload", ["false", "true"])
 @pytest.mark.parametrize(
-    ("gpus", "nodes", "placement"), [(1, 1, ""), (8, 1, ""), (8, 2, ""), (8, 1, SPLIT)]
+    ("gpus", "nodes", "placement"),
+    [(1, 1, ""), (8, 1, ""), (8, 2, ""), (8, 1, SPLIT), (8, 1, "rollout.tensor_parallel_size=4")],
 )
 def test_no_phase_exceeds_80_gb(walk, model, gpus, nodes, placement, offload):
     """Nor does the walk find a moment that the ledger's tables do not know."""

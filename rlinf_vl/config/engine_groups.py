@@ -1,0 +1,20 @@
+"""The groups into which the GPUs of an SGLang engine are divided."""
+
+from collections.abc import Iterable
+
+from rlinf_vl.config.schema import Config
+from rlinf_vl.errors import ConfigError
+
+
+def check_engine_groups(config: Config, sizes: Iterable[int]) -> None:
+    """Raise ConfigError unless groups of an engine's slots divide every engine.
+
+    `sizes`: number of slots of each engine.
+    """
+    for size in sorted(set(sizes)):
+        for name in ("ep_size", "attn_dp_size"):
+            if size % (groups := max(1, getattr(config.rollout.sglang, name))):
+                raise ConfigError(
+                    f"rollout.sglang.{name}: {groups} does not divide the {size} slots of an "
+                    "engine (rollout.tensor_parallel_size, or cluster.component_placement)"
+                )
