@@ -488,6 +488,7 @@ def _fit(conversion: Conversion) -> None:
     if value("actor.enable_offload") and value("actor.fsdp_config.cpu_offload"):
         change("actor.enable_offload", False, "fsdp_config.cpu_offload does it all the time")
     if value("rollout.rollout_backend") == "torch":
+        conversion.settings.pop("rollout.tensor_parallel_size", None)
         for key in [key for key in conversion.settings if key.startswith("rollout.sglang.")]:
             del conversion.settings[key]
     if value("cluster.device") == "cpu":

@@ -427,7 +427,6 @@ def adapters(q: Quantities) -> Iterator[Derived]:
 
 def machines(q: Quantities) -> Iterator[Derived]:
     """Yield the placement on GPUs, engines' parallelism, sharding and offloading."""
-    is_disaggregated = False  # engines have GPUs of their own
     if isinstance(placement := q("placement"), Mapping):
         our_placement = {}
         for names, slots in placement.items():
@@ -435,7 +434,6 @@ def machines(q: Quantities) -> Iterator[Derived]:
             our_components = [name for name in components if name in ("actor", "rollout")]
             if our_components:
                 our_placement[",".join(our_components)] = slots
-        is_disaggregated = len(our_placement) > 1
         yield Derived("cluster.component_placement", our_placement)
     elif q.has("devices"):
         yield Derived(
@@ -444,13 +442,7 @@ def machines(q: Quantities) -> Iterator[Derived]:
             f"{q('devices')} there; here all GPUs",
         )
     if q.number("engine_devices") > 1:
-        # Engines that share GPUs have one GPU each, since ranks and engines take turns on it.
-        if is_disaggregated:
-            yield Derived("rollout.tensor_parallel_size", int(q("engine_devices")))
-        else:
-            q.refused["engine_devices"] = (
-                "dropped: engines that share GPUs with the trainer have one each here"
-            )
+        yield Derived("rollout.tensor_parallel_size", int(q("engine_devices")))
     # Shards of one node's size are HSDP: sharded within a node, replicated between nodes.
     fsdp_size, devices_per_node = int(q.number("fsdp_size", -1)), q("devices")
     if fsdp_size > 0:
