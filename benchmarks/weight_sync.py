@@ -34,6 +34,7 @@ from rlinf_vl.rollout.worker import RolloutRank
 from rlinf_vl.weights import STRATEGIES, process_group
 from rlinf_vl.weights.buckets import fingerprint
 from rlinf_vl.weights.patch import Patch
+from rlinf_vl.weights.place import places_of
 from rlinf_vl.weights.process_group import WeightGroup
 from rlinf_vl.weights.shard import local_part
 from rlinf_vl.weights.strategy import Strategy, strategy_named
@@ -89,6 +90,8 @@ class Trainer:
 class Copying:
     """An engine's receiving half: it copies what arrives over its own weights."""
 
+    reads_labels = False
+
     def __init__(self, megabytes: int) -> None:
         self.weights = dict(make_weights(megabytes))
 
@@ -119,6 +122,10 @@ class Worker(RolloutRank):
         torch.set_num_threads(1)
         self.device, self.engine = "cpu", Copying(megabytes)
         self.source = make_weights(megabytes)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return places_of("cpu", 1)
 
     def copy_seconds(self, times: int) -> list[float]:
         """Of a plain copy of all weights, each time."""

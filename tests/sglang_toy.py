@@ -193,3 +193,13 @@ def drawing(engine, samples, timeout_s=60):
             return
         time.sleep(0.01)
     raise AssertionError("SGLang does not draw")
+
+
+def furthest(engine, made, model, requests):
+    """The largest difference between the engine's logprobs of what it samples and those of transformers' model."""
+    worst = 0.0
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        for sample in completion.samples:
+            expected = made.of_tokens(request, sample, request.sampling.temperature, model)
+            worst = float(np.maximum(worst, np.abs(sample.logprobs - expected).max()))
+    return worst

@@ -101,6 +101,7 @@ class Trainer:
         self.loss = loss
         self.max_tokens = max_tokens
         self.frozen_differ = False  # whether frozen weights differ from those the engines loaded
+        self.sends_frozen = False  # whether engines lose them when they sleep
         # Weights that never change are stored in the dtype in which they compute; those that train
         # need the digits of float32 for small updates.
         compute_dtype = DTYPES[actor.fsdp_config.mixed_precision.param_dtype]
@@ -488,7 +489,8 @@ class Trainer:
         merged = self.actor.model.lora.sync == "merged"
         for name, param, adapter in engine_weights(self.policy.model, merged):
             # The engines have the frozen weights from their own start.
-            if not param.requires_grad and adapter is None and not self.frozen_differ:
+            engines_have_it = not self.frozen_differ and not self.sends_frozen
+            if not param.requires_grad and adapter is None and engines_have_it:
                 continue
             stays_float32 = is_adapter(name) or self.policy.family.stays_float32(name)
             sent_dtype = torch.float32 if stays_float32 else dtype

@@ -72,12 +72,18 @@ class ActorRank(Rank):
             self.groups = fetch_surviving(groups)
         return sorted(groups.keys() - self.groups.keys())
 
-    def set_weight_sync(self, strategy: Strategy, bucket_bytes: int) -> None:
-        """Make the sender of this strategy. Collective."""
+    def set_weight_sync(
+        self, strategy: Strategy, bucket_bytes: int, sends_frozen: bool = False
+    ) -> None:
+        """Make the sender of this strategy. Collective.
+
+        `sends_frozen`: whether weights that are not trained are sent, too.
+        """
         from rlinf_vl.models.family import same_name
         from rlinf_vl.models.loading import DTYPES
 
         rollout = self.config.rollout
+        self.trainer.sends_frozen = sends_frozen
         engine_names = (
             self.trainer.policy.family.engine_names
             if rollout.rollout_backend == "sglang"

@@ -250,8 +250,8 @@ def resume(
         log.event("resumed", f"resumed from {checkpoint}", logging.INFO)
     quantized = config.actor.model.is_lora and config.actor.model.lora.quantization != "none"
     # Engines start with the weights of step 0, as the model's files have them; a quantized policy
-    # computes with others.
-    stale = state.step > 0 or log.count("actors_restarted") > 0 or quantized
+    # computes with others. They may have lost them while the ranks started.
+    stale = state.step > 0 or log.count("actors_restarted") > 0 or quantized or gpu.loses_weights
     gpu.to_engines(learner, partial(scheduler.sync, state.step) if stale else None)
     scheduler.resume(state.step, state.open)
     return state

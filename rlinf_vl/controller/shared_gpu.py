@@ -14,6 +14,9 @@ sync precedes the release of parameters because it gathers them on the device; i
 the engines' weights and a few buckets, 6 bytes a parameter) is below that of training (16 bytes a
 parameter and activations), which must fit anyway.
 
+Where engines wake empty (`config.engines.wakes_empty`) their weights are released without a copy, and
+a sync follows every sleep.
+
 The CPU does the same in the same order and frees nothing, so that a wrong order fails there, too.
 """
 
@@ -25,18 +28,26 @@ from rlinf_vl.observe.spans import span
 
 class SharedGpu:
     """The switches of shared GPUs between engines and ranks. Where they share none, only syncs
-    happen."""
+    happen.
 
-    def __init__(self, pool: Pool, *, shared: bool, offload: bool) -> None:
+    Attributes:
+        loses_weights: whether engines have no weights after a sleep, so that a sync must bring all.
+    """
+
+    def __init__(
+        self, pool: Pool, *, shared: bool, offload: bool, wakes_empty: bool = False
+    ) -> None:
         """
         Args:
             pool: its engines have started.
             offload: whether ranks keep nothing on the device while engines generate.
+            wakes_empty: whether released weights are lost.
         """
         self._pool = pool
         self.shared = shared
         self._offload = shared and offload
         self._tags = tuple(pool.release_tags()) if shared else ()
+        self.loses_weights = wakes_empty and "weights" in self._tags
 
     def to_ranks(self, learner: Learner | None = None) -> None:
         """Let the engines release their memory, and give the GPU to the ranks; None: they have not
@@ -54,6 +65,7 @@ class SharedGpu:
     ) -> dict[str, float]:
         """Give the engines the GPU, and new weights by calling `sync`, if given; returns its
         metrics."""
+        assert sync is not None or not self.loses_weights, "engines would wake without weights"
         if self.shared:
             with span("release rank memory"):
                 learner.release_memory(("optimizer",) if self._offload else ())

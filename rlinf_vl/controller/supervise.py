@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from rlinf_vl.actor.group import ActorGroup
+from rlinf_vl.config.engines import wakes_empty
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.dataset_plan import find_usable_rows
 from rlinf_vl.controller.loop import train
@@ -72,6 +73,7 @@ def supervise(
     start_time = time.monotonic()
     home = checkpoint_home(config, run_dir)
     strategy = strategy_of(config, reservation)
+    config.rollout.weight_sync = strategy.name  # engines and ranks need to know it
     start_writer = partial(RemoteWriter, config, run_dir, model_path)
     with ExitStack() as stack:
         log = stack.enter_context(closing(RunLog(config, run_dir, start_writer, progress)))
@@ -141,7 +143,10 @@ class EngineLink:
         self, config: Config, reservation: Reservation, pool: RolloutPool, strategy: Strategy
     ) -> None:
         self.gpu = SharedGpu(
-            pool, shared=reservation.placement.shared, offload=config.actor.enable_offload
+            pool,
+            shared=reservation.placement.shared,
+            offload=config.actor.enable_offload,
+            wakes_empty=wakes_empty(config),
         )
         self._reservation, self._pool, self._strategy = reservation, pool, strategy
         self._sync: WeightSync | None = None
@@ -154,7 +159,13 @@ class EngineLink:
         all_ranks = len(learner.ranks) == len(self._reservation.actor)
         usable = all_ranks or self._strategy.survives_lost_ranks
         strategy = self._strategy if usable else strategy_named(FALLBACK)
-        self._sync = WeightSync(strategy, learner, self._pool, device=self._reservation.device)
+        self._sync = WeightSync(
+            strategy,
+            learner,
+            self._pool,
+            device=self._reservation.device,
+            sends_frozen=self.gpu.loses_weights,
+        )
         return self._sync
 
     def forget_weights(self) -> None:

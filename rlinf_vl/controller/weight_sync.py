@@ -65,12 +65,14 @@ class WeightSync:
         *,
         device: str,
         bucket_bytes: int = BUCKET_BYTES,
+        sends_frozen: bool = False,
     ) -> None:
         """Actors and pool have started.
 
         Args:
             strategy: a result of `choose_strategy`.
             bucket_bytes: size of the parts in which weights are sent.
+            sends_frozen: whether weights that are not trained are sent, too.
         """
         self.busy = False
         self.strategy = strategy
@@ -82,7 +84,7 @@ class WeightSync:
         self._members: list[Any] | None = (
             None  # the workers in the process group; None: there is none yet
         )
-        actors.call("set_weight_sync", strategy, bucket_bytes)
+        actors.call("set_weight_sync", strategy, bucket_bytes, sends_frozen)
         log.info("weights are synced by %s", strategy.name)
 
     def begin(self, version: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,9 @@ class Engine(Protocol):
 
     version: int
     """The weight version of the next sampled token."""
+    reads_labels: bool
+    """Whether processes of the engine read weights themselves (`load_labels`): this process has
+    none of its GPUs' memory."""
 
     @property
     def prefilled_tokens(self) -> int:
@@ -106,6 +109,12 @@ class Engine(Protocol):
         `labels`.
 
         Otherwise like `load_weights`.
+        """
+
+    def load_labels(self, labels: Sequence[Any], version: int) -> None:
+        """Load what these labels name or hold (`Handle`, `StagedBucket`, `Delta`, `Bucket`).
+
+        Otherwise like `load_weights`; only where `reads_labels`.
         """
 
     def fingerprint(self, names: Sequence[str]) -> int | None:

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 from transformers import AutoConfig
 
+from rlinf_vl.config.engines import wakes_empty
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import Engine
 from rlinf_vl.models.families import family_of
@@ -80,6 +81,7 @@ def make_engine(
         memory_share=memory_share,
         device=device,
         shared_gpu=shared_gpu,
+        wakes_empty=shared_gpu and wakes_empty(config),
         tp_size=rollout.tensor_parallel_size,
         ep_size=rollout.sglang.ep_size,
         attn_dp_size=rollout.sglang.attn_dp_size,

@@ -203,7 +203,7 @@ def _family(
             device == "auto" and gpus.is_private(config) and gpus.gpu_memory() == ()
         )
         with suppress(AttributeError, TypeError):  # as above
-            yield from _engine_slices(config, checkpoint_text, text)
+            yield from _engine_slices(config, checkpoint_text, shape or {})
             for reason in family.sglang_refusals(shape or {}, without_gpu):
                 yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
 

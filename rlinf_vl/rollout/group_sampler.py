@@ -392,9 +392,19 @@ class GroupSampler:
         if (
             self.device == "cuda"
             and "kv_cache" in tags
-            and (warning := low_memory(torch.cuda.mem_get_info()[0]))
+            and (warning := low_memory(self._free_gpu_bytes()))
         ):
             log.warning(warning)
+
+    def _free_gpu_bytes(self) -> int:
+        """Return the free memory of the engine's fullest GPU."""
+        if not self.engine.reads_labels:
+            return torch.cuda.mem_get_info()[0]
+        # By the driver's account: a context of this process would take memory of the GPU.
+        return min(
+            torch.cuda.get_device_properties(gpu).total_memory - torch.cuda.device_memory_used(gpu)
+            for gpu in range(self.config.rollout.tensor_parallel_size)
+        )
 
     async def _memory(
         self, change: Callable[[Sequence[str]], None], tags: Sequence[str], action: str

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import ray
@@ -25,7 +26,7 @@ from rlinf_vl.runtime.ray_process import first_report, own_process, where
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.transport.groups import GroupStore
 from rlinf_vl.weights.buckets import Label
-from rlinf_vl.weights.place import place_of
+from rlinf_vl.weights.place import places_of
 from rlinf_vl.weights.process_group import WeightGroup
 from rlinf_vl.weights.sender import Snapshot
 from rlinf_vl.weights.strategy import Strategy
@@ -43,17 +44,20 @@ class RolloutRank(GroupSampler, BatchStream):
         device: str,
         number: int = 0,
         shared_gpu: bool = False,
+        *further_gpus: Sequence[int | str],
     ) -> None:
         """
         Args:
             number: the worker's number, for traces.
-            shared_gpu: whether an actor rank uses its GPU, too.
+            shared_gpu: whether an actor rank uses one of its GPUs, too.
+            further_gpus: ids of the engine's GPUs beside those that Ray gives this process, in the
+                order of its slots.
         """
         # The controller reports why a worker can't be made; Ray would print its traceback as well.
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         # Before anything that takes time, so that it stands in the timeline.
         record_spans(run_folder(config), f"rollout {number}")
-        own_process(config.cluster.cpu_threads, device)
+        own_process(config.cluster.cpu_threads, device, list(chain.from_iterable(further_gpus)))
         with quick_imports():
             from rlinf_vl.rollout.env_makers import scorer_of
         self.store = GroupStore()
@@ -85,9 +89,14 @@ class RolloutRank(GroupSampler, BatchStream):
         """Return (node, process id) of the worker."""
         return where()
 
-    async def reads_at(self) -> tuple[str, int]:
-        """Return (place, process id): where this worker opens the memory of actor ranks."""
-        return place_of(self.device), os.getpid()
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places at which this worker's engine opens the memory of actor ranks."""
+        return places_of(self.device, self.config.rollout.tensor_parallel_size)
+
+    async def reads_at(self) -> tuple[tuple[str, ...], int]:
+        """Return (places, process id): who acknowledges what the engine has read, and where."""
+        return self.places, os.getpid()
 
     async def heartbeat(self) -> bool:
         """Return whether the engine is alive."""
@@ -103,7 +112,9 @@ class RolloutRank(GroupSampler, BatchStream):
         buckets = await asyncio.gather(*snapshot.buckets)
 
         def load() -> None:
-            self.engine.load_weights(snapshot.read(buckets, self.device), snapshot.version)
+            # SGLang's processes have the GPU's memory, this one has none of it.
+            device = "cpu" if self.engine.reads_labels else self.device
+            self.engine.load_weights(snapshot.read(buckets, device), snapshot.version)
 
         await self._load(load, buckets, snapshot.version)
 
@@ -123,7 +134,7 @@ class RolloutRank(GroupSampler, BatchStream):
                 fingerprint of their label.
         """
         all_labels = [label for offer in await asyncio.gather(*offers) for label in offer.labels]
-        labels = await strategy.fetch(all_labels, self.device)
+        labels = await strategy.fetch(all_labels, self.places)
         load = partial(strategy.load, self.engine, labels, version, self.device)
         return await self._load(load, labels, version)
 
@@ -132,7 +143,8 @@ class RolloutRank(GroupSampler, BatchStream):
         start = time.perf_counter()
         with span("take weights", version=version):
             await asyncio.to_thread(load)
-        if self.device == "cuda":
+        on_gpu = self.device == "cuda" and not self.engine.reads_labels
+        if on_gpu:
             # The sender reuses its memory afterwards, so all copies must be complete.
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -141,9 +153,8 @@ class RolloutRank(GroupSampler, BatchStream):
                 fingerprint = await asyncio.to_thread(self.engine.fingerprint, label.names)
                 if fingerprint is not None:
                     label.compare(fingerprint, "in the engine")
-        if self.device == "cuda":
-            # This process has copied buckets for SGLang's processes; a rank that shares the GPU
-            # needs the memory.
+        if on_gpu:
+            # A rank that shares the GPU needs the memory.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         return seconds

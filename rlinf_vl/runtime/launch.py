@@ -35,6 +35,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from rlinf_vl.config.engines import may_broadcast
 from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
@@ -108,7 +109,7 @@ def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
             there is none to join, or its nodes can't run this run's interpreter.
     """
     global _running_ray
-    environment = _actor_environment(config.cluster)
+    environment = _actor_environment(config.cluster, may_broadcast(config))
     cluster = config.cluster
     settings = _RaySettings(
         cluster.ray_address, _slots(config), cluster.object_store_memory, environment
@@ -366,8 +367,14 @@ def _own_sessions() -> Iterator[None]:
         services.ConsolePopen = popen
 
 
-def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the environment variables of actor processes."""
+def _actor_environment(cluster: ClusterConfig, broadcasts: bool = True) -> dict[str, str]:
+    """Return the environment variables of actor processes.
+
+    `broadcasts`: ranks and engines may meet in one process group (`may_broadcast`).
+    """
+    # SGLang turns both off in its processes unless they are set. The members of a group must agree;
+    # by themselves, ranks are quicker with both on.
+    group_settings = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE") if broadcasts else ()
     threads = str(cluster.cpu_threads or 1)  # beside GPUs, `ray_process.own_process` sets more
     return {
         "OMP_NUM_THREADS": threads,
@@ -375,9 +382,7 @@ def _actor_environment(cluster: ClusterConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Beside a GPU, freed host memory held images and checkpoints: the system should get it back.
         **({} if _on_gpus(cluster) else MALLOC),
-        # SGLang turns both off in its processes unless they are set. Rank 0 broadcasts weights to
-        # them in one NCCL group, whose members must agree.
-        **{name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
+        **{name: os.environ.get(name, "0") for name in group_settings},
     }
 
 

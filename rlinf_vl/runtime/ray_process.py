@@ -59,7 +59,7 @@ def _kill_process(pid: int) -> None:
 
 
 @ray.remote
-def gpu_ids() -> list[int | str]:
+def gpu_ids() -> Sequence[int | str]:
     """Return the ids of the GPUs that Ray gives this task."""
     return ray.get_gpu_ids()
 

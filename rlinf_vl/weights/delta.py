@@ -70,6 +70,8 @@ class DeltaStrategy(ObjectStoreStrategy):
 
     name = "delta"
     sender = DeltaSender
+    forwards_labels = True
+    sends_changes = True
     survives_lost_ranks = False
 
     def received(

@@ -46,5 +46,5 @@ class ObjectStoreStrategy(Strategy):
     through_store = True
     survives_lost_ranks = True
 
-    async def fetch(self, labels: Sequence[Any], device: str) -> Sequence[Any]:
+    async def fetch(self, labels: Sequence[Any], places: Sequence[str]) -> Sequence[Any]:
         return await asyncio.gather(*labels)  # buckets, as views of the object store

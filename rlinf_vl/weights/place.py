@@ -1,14 +1,16 @@
-"""The place of a process: its GPU, or on the CPU its node. Only processes of one place share memory."""
+"""The places of a process: its GPUs, or on the CPU its node. Only processes of one place share memory."""
 
-import ray
 import torch
 
 
-def place_of(device: str) -> str:
-    """Return the place of this process: a process opens memory of its own place only.
+def places_of(device: str, n_gpus: int) -> tuple[str, ...]:
+    """Return the place of each of this process's first `n_gpus` GPUs; on the CPU that of its node.
 
-    `device`: "cpu" or "cuda".
+    A process opens memory of its own places only. `device`: "cpu" or "cuda".
     """
     if device == "cuda":
-        return f"GPU {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    return f"node {ray.get_runtime_context().get_node_id()}"
+        # Reading a GPU's properties takes no memory of it.
+        return tuple(f"GPU {torch.cuda.get_device_properties(gpu).uuid}" for gpu in range(n_gpus))
+    import ray  # SGLang's processes import this room without it
+
+    return (f"node {ray.get_runtime_context().get_node_id()}",)

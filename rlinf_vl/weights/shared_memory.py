@@ -6,10 +6,8 @@ written.
 """
 
 import logging
-import os
-import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,82 +15,16 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 
-from rlinf_vl.weights.buckets import BUCKET_BYTES, Label
-from rlinf_vl.weights.node_memory import forget_others, mapped
-from rlinf_vl.weights.place import place_of
+from rlinf_vl.weights.buckets import BUCKET_BYTES
+from rlinf_vl.weights.place import places_of
 from rlinf_vl.weights.sender import Sender
-from rlinf_vl.weights.staging import BUFFERS, StagedBucket, Staging, read_staged
+from rlinf_vl.weights.staging import BUFFERS, TIMEOUT, StagedBucket, Staging, at, opened
 from rlinf_vl.weights.strategy import Site, Strategy
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a worker waits for the next bucket.
-TIMEOUT = 600
 #: On the CPU, bytes of a bucket: few enough to be in a processor's cache when workers read it.
 SHARED_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handle(Label):
-    """The label of a bucket in the memory of a node.
-
-    Attributes:
-        place: the node.
-        where: name and path of the memory, and the bucket's offset in it.
-        sync: number of the sync: the bucket is written when the number after it has
-            reached this one.
-    """
-
-    place: str
-    where: Any = field(repr=False)
-    sync: int = 0
-
-
-def at(place: str, handles: Sequence[Handle | StagedBucket]) -> list[Handle | StagedBucket]:
-    """Return the handles that can be opened at `place`.
-
-    Raises:
-        ValueError: none can.
-    """
-    handles_here = [handle for handle in handles if handle.place == place]
-    if not handles_here:
-        sender_places = ", ".join(sorted({handle.place for handle in handles}))
-        raise ValueError(
-            "rollout.weight_sync: shared_memory, but no actor rank is at the place of this "
-            f"rollout worker, {place} (actor ranks: {sender_places}); set broadcast or object_store"
-        )
-    return handles_here
-
-
-def opened(handles: Sequence[Handle | StagedBucket]) -> Generator[dict[str, torch.Tensor]]:
-    """Yield the weights of each handle, as views of the sender's memory.
-
-    Copy them before asking for the next.
-
-    Raises:
-        TimeoutError: weights that were offered do not come.
-        WeightsDiffer: the weights have another fingerprint than their handle.
-    """
-    staged = [handle for handle in handles if isinstance(handle, StagedBucket)]
-    on_node = [handle for handle in handles if isinstance(handle, Handle)]
-    forget_others({bucket.board[0] for bucket in staged} | {handle.where[0] for handle in on_node})
-    yield from read_staged(staged, os.getpid())
-    for handle in on_node:
-        weights = handle.views(_open(handle))
-        handle.verify(weights, "as received")
-        yield weights
-
-
-def _open(handle: Handle) -> torch.Tensor:
-    """Return the bytes of a bucket, uint8 [nbytes], once they are written."""
-    name, path, offset = handle.where
-    size, until = handle.nbytes, time.monotonic() + TIMEOUT
-    memory = mapped(name, path)
-    while memory.number_at(offset + size) < handle.sync:
-        if time.monotonic() > until:
-            raise TimeoutError(f"weights that were offered did not come in {TIMEOUT} s")
-        time.sleep(1e-4)
-    return memory.flat[offset : offset + size]
 
 
 @dataclass
@@ -101,7 +33,7 @@ class SharedMemorySender(Sender):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._place = place_of(self.device)
+        (self._place,) = places_of(self.device, 1)
         self._staging = Staging(self.device)
         if self.device == "cpu":
             self.bucket_bytes = min(self.bucket_bytes, SHARED_BYTES)
@@ -133,14 +65,14 @@ class SharedMemorySender(Sender):
         readers = set[int]()
         for answer in answers if self._offers else ():
             try:
-                place, pid = ray.get(answer, timeout=TIMEOUT)
+                places, pid = ray.get(answer, timeout=TIMEOUT)
             except RayError as error:
                 log.warning(
                     "a rollout worker is not waited for in this weight sync: %s",
                     type(error).__name__,
                 )
                 continue
-            if place == self._place:
+            if self._place in places:
                 readers.add(pid)
         return readers
 
@@ -150,6 +82,7 @@ class SharedMemoryStrategy(Strategy):
 
     name = "shared_memory"
     sender = SharedMemorySender
+    forwards_labels = True
 
     def obstacle(self, site: Site) -> str:
         if site.device == "cuda" and not site.beside_actors:
@@ -166,8 +99,8 @@ class SharedMemoryStrategy(Strategy):
     def waits_for_readers(self, device: str) -> bool:
         return True
 
-    async def fetch(self, labels: Sequence[Any], device: str) -> Sequence[Any]:
-        return at(place_of(device), labels)
+    async def fetch(self, labels: Sequence[Any], places: Sequence[str]) -> Sequence[Any]:
+        return [label for place in dict.fromkeys(places) for label in at(place, labels)]
 
     def received(self, labels: Sequence[Any], device: str) -> Generator[dict[str, torch.Tensor]]:
         return opened(labels)

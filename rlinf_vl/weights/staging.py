@@ -13,11 +13,12 @@ in node memory, so a bucket takes no message. A sync does not hang:
 
 import logging
 import os
+import pickle
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TIMEOUT = 600
 #: Seconds between two checks that the processes that a sender waits for live.
 LOOK_S = 1.0
+#: Place of the device's number among the arguments of PyTorch's `rebuild_cuda_tensor`.
+REBUILD_DEVICE = 6
 #: Linux' largest process id. Pages of the board that nobody writes take no memory.
 MAX_PID = 2**22
 
@@ -182,20 +185,18 @@ def _set_allocator(settings: str) -> None:
     (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
-def read_staged(buckets: Sequence[StagedBucket], pid: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights of each bucket as views of its buffer.
+def staged_arrivals(buckets: Sequence[StagedBucket], pid: int) -> Generator[StagedBucket]:
+    """Yield each bucket when it is in its buffer; acknowledge it when the next is asked for.
 
-    Copy them before asking for the next. `pid`: of this process.
+    `pid`: of this process, which copies the bucket, or whose children do.
 
     Raises:
         TimeoutError: weights that were offered do not come, or were overwritten before they were
             copied.
-        WeightsDiffer: the weights have another fingerprint than their label.
     """
     if not buckets:
         return
     board = mapped(*buckets[0].board)
-    buffers = dict[int, torch.Tensor]()
     n_buffers = min(BUFFERS, len(buckets))
     try:
         for bucket in buckets:
@@ -204,16 +205,7 @@ def read_staged(buckets: Sequence[StagedBucket], pid: int) -> Iterator[dict[str,
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"weights that were offered did not come in {TIMEOUT} s")
                 time.sleep(1e-4)
-            index = bucket.number % n_buffers
-            if index not in buffers:
-                rebuild, arguments = bucket.buffer
-                buffers[index] = rebuild(*arguments)
-            flat = buffers[index][: bucket.nbytes]
-            weights = bucket.views(flat)
-            bucket.verify(weights, "as received")
-            yield weights
-            if flat.is_cuda:
-                torch.cuda.synchronize()  # copied before the sender writes again
+            yield bucket
             if board.number_at(0) >= bucket.number + n_buffers:
                 raise TimeoutError(
                     f"weights were overwritten: this process took more than {TIMEOUT} s to copy "
@@ -222,6 +214,55 @@ def read_staged(buckets: Sequence[StagedBucket], pid: int) -> Iterator[dict[str,
             board.set_number(8 * pid, bucket.number)
     finally:  # the sender does not wait for a reader that failed
         board.set_number(8 * pid, buckets[-1].last)
+
+
+def read_staged(buckets: Sequence[StagedBucket], pid: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights of each bucket as views of its buffer.
+
+    Copy them before asking for the next. `pid`: of this process.
+
+    Raises:
+        TimeoutError: as `staged_arrivals`.
+        WeightsDiffer: the weights have another fingerprint than their label.
+    """
+    buffers = StagedBuffers()
+    with closing(staged_arrivals(buckets, pid)) as arrived:
+        for bucket in arrived:
+            flat = buffers.bytes_of(bucket)
+            weights = bucket.views(flat)
+            bucket.verify(weights, "as received")
+            yield weights
+            if flat.is_cuda:
+                torch.cuda.synchronize()  # copied before the sender writes again
+
+
+class StagedBuffers:
+    """The buffers of a sender that this process has opened.
+
+    CUDA counts how often a buffer is opened, so it is opened once in a sync.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[Any, torch.Tensor] = {}
+
+    def bytes_of(self, bucket: StagedBucket) -> torch.Tensor:
+        """Return the bytes of a bucket that is in its buffer, uint8 [nbytes], on this process's own
+        GPU."""
+        rebuild, arguments = bucket.buffer
+        key = pickle.dumps(arguments)
+        if key not in self._opened:
+            if torch.cuda.is_available() and len(arguments) > REBUILD_DEVICE:
+                # The sender has the GPU under another number, where either sees several.
+                before, after = arguments[:REBUILD_DEVICE], arguments[REBUILD_DEVICE + 1 :]
+                arguments = (*before, torch.cuda.current_device(), *after)
+            self._opened[key] = rebuild(*arguments)
+        return self._opened[key][: bucket.nbytes]
+
+    def close(self) -> None:
+        """Drop the buffers, so that the sender can free them."""
+        self._opened = {}
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
 
 
 def _open_on_node(path: str) -> torch.Tensor:

@@ -32,12 +32,15 @@ class LoadingEngine(Protocol):
     """The part of `rlinf_vl.engines.base.Engine` that receives weights."""
 
     version: int
+    reads_labels: bool
 
     def load_weights(
         self, buckets: Iterable[Mapping[str, torch.Tensor | Patch]], version: int
     ) -> None: ...
 
     def load_broadcast(self, labels: Sequence[Label], version: int) -> None: ...
+
+    def load_labels(self, labels: Sequence[Any], version: int) -> None: ...
 
 
 class Strategy:
@@ -54,6 +57,9 @@ class Strategy:
             workers may join it late.
         joins_group: whether rank 0 and all engines meet in a process group. Then the receivers are
             chosen before weights are offered, and the sender has `listen` and `join` (`broadcast`).
+        forwards_labels: whether an engine of several processes is given labels, not weights: each of
+            its processes reads for itself what a label names.
+        sends_changes: whether it sends only what has changed since the last sync.
         survives_lost_ranks: whether a run that goes on without some of its ranks keeps it.
             Otherwise such a run takes `FALLBACK`.
     """
@@ -62,6 +68,8 @@ class Strategy:
     sender: ClassVar[type[Sender]]
     through_store: ClassVar[bool] = False
     joins_group: ClassVar[bool] = False
+    forwards_labels: ClassVar[bool] = False
+    sends_changes: ClassVar[bool] = False
     survives_lost_ranks: ClassVar[bool] = False
 
     # --- where it works, and what it takes --------------------------------------------------------
@@ -88,8 +96,9 @@ class Strategy:
 
     # --- the worker's end -------------------------------------------------------------------------
 
-    async def fetch(self, labels: Sequence[Any], device: str) -> Sequence[Any]:
-        """Return those of all ranks' labels that this worker needs, with what they refer to."""
+    async def fetch(self, labels: Sequence[Any], places: Sequence[str]) -> Sequence[Any]:
+        """Return those of all ranks' labels that a worker at these places needs, with what they
+        refer to."""
         return labels
 
     def received(
@@ -108,6 +117,9 @@ class Strategy:
 
     def load(self, engine: LoadingEngine, labels: Sequence[Any], version: int, device: str) -> None:
         """Load the weights of labels from `fetch` into the engine, as this version."""
+        if self.forwards_labels and engine.reads_labels:
+            engine.load_labels(labels, version)
+            return
         weights = self.received(labels, device)
         try:
             engine.load_weights(weights, version)

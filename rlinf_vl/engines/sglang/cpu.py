@@ -37,8 +37,12 @@ def _platform() -> type:
             return "torch_native"
 
         def init_backend(self) -> None:
+            from sglang.srt.configs import update_config
             from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
+            # SGLang pads what a process has of an MLP for its CPU kernels, and only their loaders
+            # know of it.
+            update_config.DEFAULT_MOE_PADDING_SIZE = 1
             torch.cuda.synchronize = lambda *args, **kwargs: None  # called when memory is released
             # SGLang's allocator pins memory by CUDA, also for the table of routed experts.
             ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, dtype, **_: torch.empty(shape, dtype=dtype)

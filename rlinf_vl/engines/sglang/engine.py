@@ -27,9 +27,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import chain
+from contextlib import closing
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.sglang import messages
 from rlinf_vl.engines.sglang.machine import missing_tools, require_platform, require_sglang
 from rlinf_vl.engines.sglang.process import Host
+from rlinf_vl.engines.sglang.receive import Answers
 from rlinf_vl.engines.sglang.requests import Requests
 from rlinf_vl.engines.sglang.settings import (
     GENERAL_MODEL,
@@ -57,15 +59,21 @@ from rlinf_vl.models.loading import (
     weight_shapes,
 )
 from rlinf_vl.types import Completion, ImageRef, Request
-from rlinf_vl.weights.buckets import Label, group_by_size
+from rlinf_vl.weights.buckets import Bucket, Label, group_by_size, read_buckets
+from rlinf_vl.weights.delta import Delta
+from rlinf_vl.weights.handles import Handle, arrivals_at_places
 from rlinf_vl.weights.patch import Patch
+from rlinf_vl.weights.place import places_of
 from rlinf_vl.weights.process_group import WeightGroup
+from rlinf_vl.weights.staging import StagedBucket
 
 log = logging.getLogger(__name__)
 
 
 class SglangEngine:
     """An `Engine` on SGLang; owns its processes (a scheduler per GPU, a detokenizer)."""
+
+    reads_labels = True
 
     def __init__(
         self,
@@ -95,6 +103,7 @@ class SglangEngine:
         self.settings = settings
         self.version = 0
         self.released_tags: set[str] = set()  # of `MEMORY_TAGS`
+        self._is_empty = False  # whether weights are gone since a sleep (`Settings.wakes_empty`)
         self._update_incomplete = False  # weights of an update are missing: it runs, or has failed
         self._unanswered: set[Future[Completion]] = set()
         self._weight_group = ""
@@ -204,6 +213,7 @@ class SglangEngine:
         assert not self.released_tags, (
             f"asked to generate while its memory is released: {sorted(self.released_tags)}"
         )
+        assert not self._is_empty, "asked to generate before a sync brought the weights back"
         for request in requests:
             self.requests.open_sessions(request.sessions)
         futures = [self.host.run(self.requests.complete, request) for request in requests]
@@ -246,7 +256,7 @@ class SglangEngine:
                 part: weight
                 for name, patch in bucket.items()
                 if isinstance(patch, Patch)
-                for part, weight in self.engine_names(name, patch.masked(self.settings.device))
+                for part, weight in self.engine_names(name, patch.masked("cpu"))
             }
             assert not (full_weights and masked_weights), (
                 "a bucket has whole weights, or changes of weights"
@@ -257,6 +267,50 @@ class SglangEngine:
             return weights, make_fields(weights, self.settings.tp_size)
 
         self._update("update_weights_from_tensor", map(fields, buckets), version)
+
+    def load_labels(self, labels: Sequence[Any], version: int) -> None:
+        """Load weights as `Engine.load_labels` says: each scheduler reads for itself (`receive`)."""
+        if isinstance(labels[0], Bucket):  # the first sync by changes is whole
+            return self.load_weights(read_buckets(labels, "cpu"), version)
+        is_delta = isinstance(labels[0], Delta)
+        fields = self._delta_messages(labels) if is_delta else self._handle_messages(labels)
+        with closing(fields):
+            self._update("update_weights_from_tensor", fields, version)
+
+    def _handle_messages(
+        self, handles: Sequence[Handle | StagedBucket]
+    ) -> Generator[tuple[Iterable[str], dict[str, Any]]]:
+        """Yield the message of each bucket when it can be read at all places."""
+        tp_size, places = self.settings.tp_size, list(dict.fromkeys(h.place for h in handles))
+        if len(places) > 1:  # scheduler i is on the worker's GPU i
+            places = list(places_of(self.settings.device, tp_size))
+        by_place = [[h for h in handles if h.place == place] for place in places]
+        answers = Answers(tp_size)
+        for number, arrived in enumerate(arrivals_at_places(by_place), 1):
+            handles_of_ranks = arrived * tp_size if len(arrived) == 1 else arrived
+            self._check_fits((name, shape) for name, _, shape in arrived[0].entries)
+            is_last = number == len(by_place[0])
+            yield (
+                arrived[0].names,
+                messages.handle_fields(handles_of_ranks, answers.where, is_last),
+            )
+            answers.check(handles_of_ranks)
+
+    def _delta_messages(
+        self, deltas: Sequence[Delta]
+    ) -> Generator[tuple[Iterable[str], dict[str, Any]]]:
+        """Yield a message for each bucket in which anything changes, and one if nothing does: an
+        engine learns of a version by being written."""
+        buckets = [
+            list(bucket)
+            for _, bucket in groupby(
+                sorted(deltas, key=lambda delta: delta.number), key=lambda delta: delta.number
+            )
+        ]
+        changed = [bucket for bucket in buckets if any(len(delta.values) for delta in bucket)]
+        for bucket in changed or buckets[:1]:
+            pieces = {name: shape for delta in bucket for name, shape, *_ in delta.pieces}
+            yield pieces, messages.delta_fields(bucket, self.engine_names, self.settings.tp_size)
 
     def join_weight_group(self, group: WeightGroup) -> None:
         with self._control:
@@ -325,7 +379,7 @@ class SglangEngine:
                     self.host.call(operation, **common | fields)
             finally:
                 self.host.call("end_weight_update")
-            self._update_incomplete = False
+            self._update_incomplete = self._is_empty = False
             self.version = version
             requests.updates += 1
             # Old entries are never found again. Flushing them only frees memory, and needs an idle
@@ -366,10 +420,26 @@ class SglangEngine:
                             "released"
                         )
                     time.sleep(0.1)
+                if "weights" in unreleased and self.settings.wakes_empty:
+                    self._is_empty = True
+                    if self.settings.device == "cpu":  # where a sleep frees nothing
+                        self._forget_weights()
                 self.host.call("release_memory_occupation", tags=unreleased)
                 self.released_tags |= set(unreleased)
         if self.settings.device == "cpu":
             log.info("SGLang was asked to release its memory; on the CPU it frees none")
+
+    def _forget_weights(self) -> None:
+        """Overwrite all weights with NaN, so that the sync must bring them on the CPU as well."""
+        self.host.call("begin_weight_update")
+        try:
+            self.host.call(
+                "update_weights_from_tensor",
+                flush_cache=False,
+                **messages.forget_fields(self.settings.tp_size),
+            )
+        finally:
+            self.host.call("end_weight_update")
 
     def restore_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         with self._control:  # SGLang's scheduler dies of a tag that was not released

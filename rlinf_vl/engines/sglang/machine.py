@@ -75,7 +75,7 @@ def server_argument_names() -> set[str]:
     return names
 
 
-def cuda_environment(shared_gpu: bool) -> dict[str, str]:
+def cuda_environment(shared_gpu: bool, keeps_copy: bool = False) -> dict[str, str]:
     """Return environment variables for the engine's processes on a GPU, to be set before they
     start.
 
@@ -91,6 +91,7 @@ def cuda_environment(shared_gpu: bool) -> dict[str, str]:
     Args:
         shared_gpu: actor ranks use the same GPU, so the engine releases its memory while they
             train.
+        keeps_copy: with a copy of its weights on the host.
     """
     environment = {"PATH": _path()}
     if folder := cudart_folder():
@@ -98,7 +99,8 @@ def cuda_environment(shared_gpu: bool) -> dict[str, str]:
             str(folder), os.environ.get("LD_LIBRARY_PATH", "")
         )
     if shared_gpu:
-        environment["TMS_RETAIN_CPU_BACKUP"] = os.environ.get("TMS_RETAIN_CPU_BACKUP", "1")
+        if keeps_copy:
+            environment["TMS_RETAIN_CPU_BACKUP"] = os.environ.get("TMS_RETAIN_CPU_BACKUP", "1")
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if value := os.environ.get(name):
                 environment[name] = re.sub(

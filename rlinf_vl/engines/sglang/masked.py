@@ -34,8 +34,13 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     label = Label(
         entries=tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(entries))
     )
+    load_masked(model, list(label.views(flat).items()))
+
+
+def load_masked(model: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
+    """Load weights into the model, leaving its values wherever they are NaN."""
     with _Masked(model):
-        model.load_weights(list(label.views(flat).items()))
+        model.load_weights(weights)
 
 
 class _Masked(TorchDispatchMode):

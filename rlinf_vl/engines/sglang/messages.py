@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_vl.engines.sglang import masked
+from rlinf_vl.engines.sglang import masked, receive
 from rlinf_vl.engines.sglang.pixels import MappedPatches
 from rlinf_vl.models.image_tokens import ImageTokens, runs_of_images
 from rlinf_vl.models.mixture import ROUTES
 from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.types import Grid, Request, Sample, SamplingParams
 from rlinf_vl.weights.buckets import Label, flatten
+from rlinf_vl.weights.delta import Delta
+from rlinf_vl.weights.handles import Handle
+from rlinf_vl.weights.staging import StagedBucket
 
 #: The bias of banned ids' logits: its exp is exactly 0. SGLang's logprobs leave such ids out, too.
 BAN = -1e9
@@ -258,6 +261,43 @@ def masked_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, An
     content = masked.message(Label.of(bucket.items()).entries, flatten(list(bucket.items())))
     serialized = [MultiprocessingSerializer.serialize(content) for _ in range(tp_size)]
     return {"serialized_named_tensors": serialized, "load_format": masked.LOADER}
+
+
+def handle_fields(
+    handles: Sequence[Handle | StagedBucket], answer: tuple[str, str], is_last: bool
+) -> dict[str, Any]:
+    """Return the fields as `bucket_fields` does, with the handle that each scheduler reads."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    no_data = torch.empty(0, dtype=torch.uint8)
+    serialized = [
+        MultiprocessingSerializer.serialize(
+            receive.encode(receive.HandleMessage(handle, answer, number, is_last), no_data)
+        )
+        for number, handle in enumerate(handles)
+    ]
+    return {"serialized_named_tensors": serialized, "load_format": receive.LOADER}
+
+
+def delta_fields(
+    deltas: Sequence[Delta], engine_names: receive.EngineNames, tp_size: int
+) -> dict[str, Any]:
+    """Return the fields as `bucket_fields` does, with all ranks' changes of one bucket."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    empty, sizes, data = receive.emptied(deltas)
+    content = receive.encode(receive.DeltaMessage(empty, sizes, engine_names), data)
+    serialized = [MultiprocessingSerializer.serialize(content) for _ in range(tp_size)]
+    return {"serialized_named_tensors": serialized, "load_format": receive.LOADER}
+
+
+def forget_fields(tp_size: int) -> dict[str, Any]:
+    """Return the fields as `bucket_fields` does, which make all weights NaN."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    content = receive.encode(receive.ForgetMessage(), torch.empty(0, dtype=torch.uint8))
+    serialized = [MultiprocessingSerializer.serialize(content) for _ in range(tp_size)]
+    return {"serialized_named_tensors": serialized, "load_format": receive.LOADER}
 
 
 def label_fields(label: Label, group: str) -> dict[str, Any]:

@@ -62,7 +62,8 @@ class PixelFiles:
     """The patches of images, by content hash. Images held by requests stay, and the newest others
     within a bound of bytes.
 
-    One thread calls `hold`, any thread `release`.
+    Any thread may call any method. Patches are made by the threads that hold them, each image's by
+    one of them.
     """
 
     def __init__(
@@ -79,7 +80,11 @@ class PixelFiles:
         self._pixels = pixels
         self._parts = files
         self._files: list[_File] = []  # oldest first
-        self._lock = threading.Lock()
+        self._making: dict[
+            str, threading.Event
+        ] = {}  # images whose patches a thread makes, by hash
+        self._lock = threading.Lock()  # of both of these, and of `holds`
+        self._writing = threading.Lock()  # taken before `_lock`
 
     def hold(self, images: Sequence[ImageRef]) -> list[MappedPatches]:
         """Return the place of each image's patches. They stay there until `release` is called.
@@ -93,10 +98,7 @@ class PixelFiles:
         mapped: list[MappedPatches] = []
         try:
             for image in images:
-                file = self._file_of(image) or self._write(image)
-                with self._lock:
-                    file.holds += 1
-                mapped.append(file.places[image.hash])
+                mapped.append(self._hold(image))
         except BaseException:
             self.release(images[: len(mapped)])
             raise
@@ -115,21 +117,48 @@ class PixelFiles:
             while self._files:
                 self._files.pop().file.close()
 
+    def _hold(self, image: ImageRef) -> MappedPatches:
+        """Hold one image, and make its patches unless they are there or another thread makes
+        them."""
+        while True:
+            with self._lock:
+                if file := self._file_of(image):
+                    file.holds += 1
+                    return file.places[image.hash]
+                made_elsewhere = self._making.get(image.hash)
+                if made_elsewhere is None:
+                    self._making[image.hash] = threading.Event()
+            if made_elsewhere is None:
+                break
+            made_elsewhere.wait()
+        try:
+            patches = self._pixels(image)
+            with self._writing:
+                file = self._write(image, patches)
+            return file.places[image.hash]
+        finally:
+            with self._lock:
+                self._making.pop(image.hash).set()
+
     def _file_of(self, image: ImageRef) -> _File | None:
         return next((file for file in self._files if image.hash in file.places), None)
 
-    def _write(self, image: ImageRef) -> _File:
-        patches = self._pixels(image)
+    def _write(self, image: ImageRef, patches: np.ndarray) -> _File:
+        """Write an image's patches and hold them. One thread at a time."""
         assert patches.dtype == np.float32 and patches.ndim == 2, (patches.dtype, patches.shape)
         # Drop the oldest files without held images until the new image fits.
-        for old in [f for f in self._files[:-1] if not f.holds]:
+        for old in self._files[:-1]:
             if sum(f.end for f in self._files) + patches.nbytes <= self.max_bytes:
                 break
             with self._lock:
+                if old.holds:
+                    continue
                 self._files.remove(old)
             old.file.close()
         if not self._files or self._files[-1].end + patches.nbytes > self.max_bytes // self._parts:
-            self._files.append(_File(open(os.memfd_create("rlinf_vl pixels"), "wb")))  # noqa: SIM115  # closed by its owner
+            new = _File(open(os.memfd_create("rlinf_vl pixels"), "wb"))  # noqa: SIM115  # closed by its owner
+            with self._lock:
+                self._files.append(new)
         file = self._files[-1]
         # A mapping must begin at a multiple of the allocation granularity.
         offset = -(-file.end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -138,5 +167,8 @@ class PixelFiles:
         file.file.flush()
         file.end = offset + patches.nbytes
         path = f"/proc/{os.getpid()}/fd/{file.file.fileno()}"
-        file.places[image.hash] = MappedPatches(path, offset, (patches.shape[0], patches.shape[1]))
+        place = MappedPatches(path, offset, (patches.shape[0], patches.shape[1]))
+        with self._lock:
+            file.places[image.hash] = place
+            file.holds += 1
         return file

@@ -87,7 +87,7 @@ class Requests:
         self._parked: list[tuple[int, asyncio.Future[None]]] = []
         self._answered = asyncio.Event()
         self._room = asyncio.Condition()
-        self._preparing = ThreadPoolExecutor(1, "sglang-pixels")
+        self._preparing = ThreadPoolExecutor(settings.pixel_threads, "sglang-pixels")
 
     def close(self) -> None:
         """Release the pixels, after SGLang has ended."""

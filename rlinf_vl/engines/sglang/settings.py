@@ -5,6 +5,7 @@ device.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from rlinf_vl.engines.sglang import masked, receive
 from rlinf_vl.engines.sglang.machine import PLATFORM, cuda_environment
-from rlinf_vl.engines.sglang.masked import LOADER
 
 #: Tokens added to the context length, because SGLang reserves a few of it.
 CONTEXT_SLACK = 8
@@ -23,6 +24,12 @@ EMBEDDINGS_MB = 256
 #: Most tokens of one prefill on the CPU, where the tower attends over the patches of all its images
 #: under a dense mask.
 CPU_PREFILL = 256
+#: Decoding steps between two prefills, once half of the slots decode: SGLang's own figure for
+#: Qwen3-VL on large Hopper GPUs, which it applies from the first request on. Below half, prompts
+#: are admitted at once: a batch of rollouts begins with all of them.
+PREFILL_INTERVAL = 22
+#: Threads that make the patches of images beside a GPU; on the CPU there is one.
+PIXEL_THREADS = 4
 #: Package of the multimodal processors that SGLang uses in place of its own.
 PROCESSORS = "rlinf_vl.engines.sglang.processors"
 #: Package and class of the model that runs a family of the general path, and the key of the config
@@ -42,7 +49,12 @@ class Settings:
             memory, for the cache).
         device: "cuda" or "cpu".
         shared_gpu: actor ranks use the engine's GPU, so it must be able to give its memory back.
+        wakes_empty: weights are gone after a sleep, and a sync brings all of them; otherwise SGLang
+            keeps a copy on the host.
         tp_size: GPUs of the engine.
+        ep_size: of those, the ones among which whole experts are divided; 1: each expert is cut
+            into slices.
+        attn_dp_size: groups of those that each attend to requests of their own.
         cpu_threads: of each engine process, on the CPU.
         deterministic: SGLang's batch-invariant kernels: a sample depends on its request and its
             seed, not on what is decoded beside it. It costs throughput (about a third in SGLang's
@@ -59,7 +71,10 @@ class Settings:
     memory_share: float = 0.6
     device: str = "cpu"
     shared_gpu: bool = False
+    wakes_empty: bool = False
     tp_size: int = 1
+    ep_size: int = 1
+    attn_dp_size: int = 1
     cpu_threads: int = 1
     deterministic: bool = False
     trust_remote_code: bool = False
@@ -84,18 +99,26 @@ class Settings:
             "context_length": self.context_length + CONTEXT_SLACK,
             "max_running_requests": self.max_running,
             "tp_size": self.tp_size,
+            "ep_size": self.ep_size,
+            "attn_dp_size": self.attn_dp_size,
             "skip_tokenizer_init": True,  # ids in, ids out
             "grammar_backend": "none",
             "skip_server_warmup": True,
             "weight_version": "0",
-            "custom_weight_loader": [LOADER],
+            "custom_weight_loader": [masked.LOADER, receive.LOADER],
             "log_level": "error",
             # as the trainer's; bfloat16 would round a logit of 20 by up to 0.06
             "enable_fp32_lm_head": True,
             # on large Hopper GPUs the default keeps 1 GiB of the GPU for pixels
             "mm_feature_transport": "cpu",
             "mm_preprocess_cache_size_mb": 0,  # pixels come processed
+            "prefill_decode_interval": PREFILL_INTERVAL,
+            "prefill_decode_interval_min_bs": max(1, self.max_running // 2),
         }
+        if (self.device == "cpu" or self.shared_gpu) and self.attn_dp_size == 1:
+            # An idle scheduler polls a core, which ranks need meanwhile. (With several groups of
+            # attention each would sleep by itself, while the others wait for it in a collective.)
+            arguments["sleep_on_idle"] = True
         if model_config:
             arguments["json_model_override_args"] = json.dumps(model_config)
         if self.device == "cpu":
@@ -112,9 +135,8 @@ class Settings:
         else:
             arguments |= {"device": "cuda", "mem_fraction_static": self.memory_share}
             if self.shared_gpu:
-                # The backup is for frozen weights, which are not sent again after a release of
-                # memory.
-                arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+                arguments["enable_memory_saver"] = True
+                arguments["enable_weights_cpu_backup"] = not self.wakes_empty
             if self.deterministic:
                 # Without rl_on_policy_target: with it SGLang gives image prompts plain positions
                 # instead of M-RoPE.
@@ -125,6 +147,11 @@ class Settings:
         if self.report_routes:
             arguments["enable_return_routed_experts"] = True
         return arguments | dict(self.extra_arguments)
+
+    @property
+    def pixel_threads(self) -> int:
+        """Threads that make the patches of images."""
+        return 1 if self.device == "cpu" else PIXEL_THREADS
 
     def environment(self) -> dict[str, str]:
         """Return environment variables to set before SGLang is imported; its processes inherit
@@ -140,7 +167,10 @@ class Settings:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
         if self.device != "cpu":
-            return environment | cuda_environment(self.shared_gpu)
+            return environment | cuda_environment(
+                self.shared_gpu, self.shared_gpu and not self.wakes_empty
+            )
+        cores = sorted(os.sched_getaffinity(0))
         return environment | {
             "SGLANG_PLATFORM": PLATFORM,
             "SGLANG_USE_CPU_ENGINE": "0",
@@ -148,6 +178,10 @@ class Settings:
             # slower.
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(self.cpu_threads),
+            # Cores for each process; without it SGLang wants a NUMA node for each.
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+                str(cores[rank % len(cores)]) for rank in range(self.tp_size)
+            ),
             # each process warns of quantisations that need a GPU
             "PYTHONWARNINGS": "ignore:Only CUDA",
         }

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import psutil
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 class TorchEngine:
     """An `Engine` on a transformers model of `family` (see `load_model`). It owns the model and one
     thread."""
+
+    reads_labels = False
 
     def __init__(
         self,
@@ -181,6 +184,9 @@ class TorchEngine:
     def load_broadcast(self, labels: Sequence[Label], version: int) -> None:
         assert self._weight_group is not None, "no weight group was joined"
         self.load_weights(process_group.receive(self._weight_group, labels, self.device), version)
+
+    def load_labels(self, labels: Sequence[Any], version: int) -> None:
+        raise NotImplementedError("this process has the engine's memory: load_weights")
 
     def fingerprint(self, names: Sequence[str]) -> int:
         weights = dict(self.model.named_parameters())

@@ -10,7 +10,7 @@ import pytest
 from figures import keep
 from many_images import MOST, differences, ratio
 from plain_step import Mixtures
-from sglang_toy import Toy, engine_of, write_member
+from sglang_toy import Toy, engine_of, furthest, write_member
 from tiny import tiny_model
 
 from rlinf_vl.models.families import family_of
@@ -70,16 +70,6 @@ def member(request, tmp_path_factory):
 
 def images_of(made):
     return range(4) if made.family.vision_tower else [0]
-
-
-def furthest(engine, made, model, requests):
-    """The largest difference between the engine's logprobs of what it samples and those of transformers' model."""
-    worst = 0.0
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
-        for sample in completion.samples:
-            expected = made.of_tokens(request, sample, request.sampling.temperature, model)
-            worst = float(np.maximum(worst, np.abs(sample.logprobs - expected).max()))
-    return worst
 
 
 def test_logprobs_are_those_of_transformers(member):

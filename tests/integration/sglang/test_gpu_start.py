@@ -69,8 +69,11 @@ def on_an_h100(toy, tmp_path_factory):
     kinds = {
         "split": {},
         "collocated": {"shared_gpu": True},
+        "wakes empty": {"shared_gpu": True, "wakes_empty": True, "tp_size": 4},
         "deterministic": {"deterministic": True},
         "tensor parallel": {"tp_size": 2},
+        "expert parallel": {"tp_size": 4, "ep_size": 4},
+        "data-parallel attention": {"tp_size": 4, "attn_dp_size": 2, "shared_gpu": True},
         "left to SGLang": {},
     }
     cases = {}
@@ -96,7 +99,8 @@ def on_an_h100(toy, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-KINDS = ("split", "collocated", "deterministic", "tensor parallel")
+SHARED = ("collocated", "wakes empty", "data-parallel attention")
+KINDS = ("split", *SHARED, "deterministic", "tensor parallel", "expert parallel")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,12 +112,17 @@ def test_arguments_are_what_we_mean_once_sglang_has_made_its_own_of_them(on_an_h
         "mem_fraction_static": 0.6,
         "dtype": "bfloat16",
         "enable_fp32_lm_head": True,
-        "enable_memory_saver": kind == "collocated",
-        "enable_weights_cpu_backup": kind == "collocated",
+        "enable_memory_saver": kind in SHARED,
+        "enable_weights_cpu_backup": kind in SHARED and kind != "wakes empty",
         "enable_deterministic_inference": kind == "deterministic",
         "sampling_backend": "pytorch" if kind == "deterministic" else "flashinfer",
         "rl_on_policy_target": None,  # it would give image prompts plain positions
-        "tp_size": 2 if kind == "tensor parallel" else 1,
+        "tp_size": {"tensor parallel": 2, "wakes empty": 4}.get(
+            kind, 4 if "parallel" in kind else 1
+        ),
+        "ep_size": 4 if kind == "expert parallel" else 1,
+        "attn_dp_size": 2 if kind == "data-parallel attention" else 1,
+        "dp_size": 1,  # replicas: they could not be sent weights
         "disable_radix_cache": False,  # a group's prompt is computed once
         "mm_feature_transport": "cpu",
         "mm_preprocess_cache_size_mb": 0,

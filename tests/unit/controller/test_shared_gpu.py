@@ -2,6 +2,8 @@
 
 import pytest
 
+from rlinf_vl.config.engines import wakes_empty
+from rlinf_vl.config.load import parse_config
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.engines.base import MEMORY_TAGS, release_tags
 
@@ -129,3 +131,36 @@ GIB = 2**30
 )
 def test_what_is_released_depends_on_the_size_of_the_weights(weights, gpu, tags):
     assert release_tags(weights, gpu) == tags
+
+
+def test_engines_that_sleep_without_a_copy_are_never_woken_without_a_sync():
+    log = []
+    engines, ranks = Engines(log), Ranks(log)
+    gpu = SharedGpu(engines, shared=True, offload=False, wakes_empty=True)
+    assert gpu.loses_weights
+    gpu.to_ranks(ranks)
+    with pytest.raises(AssertionError, match="would wake without weights"):
+        gpu.to_engines(ranks, None)
+    gpu.to_engines(ranks, engines.sync)
+    # Small weights stay on the GPU.
+    assert not SharedGpu(
+        Engines(log, ("kv_cache",)), shared=True, offload=False, wakes_empty=True
+    ).loses_weights
+
+
+@pytest.mark.parametrize(
+    ("overrides", "empty"),
+    [
+        ([], False),  # auto is resolved when the placement is known
+        (["rollout.weight_sync=shared_memory"], True),
+        (["rollout.weight_sync=delta"], False),
+        (["rollout.weight_sync=shared_memory", "actor.model.is_lora=true"], False),
+        (["rollout.weight_sync=shared_memory", "runner.weight_sync_interval=2"], False),
+        (["rollout.weight_sync=shared_memory", "rollout.rollout_backend=torch"], False),
+    ],
+)
+def test_no_copy_is_kept_where_the_sync_brings_nearly_all_anyway(overrides, empty):
+    config = parse_config(
+        "qwen3-vl-2b-grpo-fsdp-geo3k", [*overrides, "runner.mismatch_check_interval=-1"]
+    )
+    assert wakes_empty(config) == empty

@@ -89,7 +89,8 @@ def test_the_folder_of_libcudart_is_first_for_the_loader(monkeypatch, tmp_path):
 
 def test_the_memory_saver_keeps_its_page_locked_copy_where_engines_sleep(monkeypatch):
     monkeypatch.delenv("TMS_RETAIN_CPU_BACKUP", raising=False)
-    assert machine.cuda_environment(shared_gpu=True)["TMS_RETAIN_CPU_BACKUP"] == "1"
-    assert "TMS_RETAIN_CPU_BACKUP" not in machine.cuda_environment(shared_gpu=False)
+    assert machine.cuda_environment(True, keeps_copy=True)["TMS_RETAIN_CPU_BACKUP"] == "1"
+    for shared in (False, True):
+        assert "TMS_RETAIN_CPU_BACKUP" not in machine.cuda_environment(shared_gpu=shared)
     monkeypatch.setenv("TMS_RETAIN_CPU_BACKUP", "0")
-    assert machine.cuda_environment(shared_gpu=True)["TMS_RETAIN_CPU_BACKUP"] == "0"
+    assert machine.cuda_environment(True, keeps_copy=True)["TMS_RETAIN_CPU_BACKUP"] == "0"

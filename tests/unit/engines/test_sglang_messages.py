@@ -3,6 +3,8 @@
 import base64
 import os
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,6 +203,30 @@ def test_an_image_is_written_once_for_all_requests_and_turns(files):
     files.release([one, one])
     files.release([one, other])
     assert files.hold([other, one])[1] == first[0] and made == [one, other]
+
+
+def test_threads_make_patches_at_the_same_time_and_each_image_once():
+    """Four threads meet while they make four images; all of them hold a fifth, which one makes."""
+    together, made = threading.Barrier(4), []
+
+    def pixels(image):
+        made.append(image)
+        if image.data != b"7":
+            together.wait(timeout=60)
+        return np.ones((int(image.data), 8), np.float32)
+
+    files = PixelFiles(pixels)
+    common = image(7)
+    with ThreadPoolExecutor(4) as threads:
+        held = list(threads.map(lambda n: files.hold([image(9, n), common]), range(4)))
+    assert sorted(i.hash for i in made) == [common.hash, *(image(9, n).hash for n in range(4))]
+    assert len({common_place for _, common_place in held}) == 1
+    (file,) = files._files
+    assert file.holds == 8
+    for n in range(4):
+        files.release([image(9, n), common])
+    assert file.holds == 0
+    files.close()
 
 
 def test_held_images_stay_and_of_the_others_the_newest_within_the_bound(files):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from rlinf_vl.config.engines import may_broadcast
+from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.runtime import launch
 from rlinf_vl.runtime.launch import MALLOC, _actor_environment
@@ -16,6 +18,24 @@ def test_nccl_is_set_alike_for_ranks_and_engines(monkeypatch):
     assert (found["NCCL_CUMEM_ENABLE"], found["NCCL_NVLS_ENABLE"]) == ("0", "0")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     assert _actor_environment(ClusterConfig())["NCCL_CUMEM_ENABLE"] == "1"
+
+
+def test_ranks_keep_nccls_own_choice_where_no_group_has_both():
+    """NVLink's own reductions are off only where rank 0 broadcasts to SGLang's processes."""
+    assert not any(name.startswith("NCCL") for name in _actor_environment(ClusterConfig(), False))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "broadcasts"),
+    [
+        ([], False),
+        (["cluster.component_placement={actor: 0-3, rollout: 4-7}"], True),
+        (["cluster.component_placement=disaggregated", "rollout.weight_sync=delta"], False),
+        (["cluster.component_placement=disaggregated", "rollout.weight_sync=broadcast"], True),
+    ],
+)
+def test_a_broadcast_is_known_from_strategy_and_placement(overrides, broadcasts):
+    assert may_broadcast(parse_config("qwen3-vl-2b-grpo-fsdp-geo3k", overrides)) == broadcasts
 
 
 def test_threads():

@@ -186,7 +186,7 @@ def test_ranks_send_through_two_buckets_and_keep_their_part_of_a_snapshot(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
     )
     try:
-        monkeypatch.setattr(shared_memory, "place_of", lambda device: "here")
+        monkeypatch.setattr(shared_memory, "places_of", lambda device, n: ("here",))
         monkeypatch.setattr(shared_memory.ray, "get", lambda answer, timeout: answer)
         sync = 1
         parts = lambda: [local_part(name, value) for name, value in weights_of(sync)]  # noqa: E731
@@ -199,7 +199,7 @@ def test_ranks_send_through_two_buckets_and_keep_their_part_of_a_snapshot(
             offer = sender.offer(version=sync, check=sync == 1)
             assert sender._staging.staged_bytes == 2 * BUCKET
             pipe.send(offer.labels)
-            sender.deliver([("here", process.pid), ("elsewhere", 1)])
+            sender.deliver([(("here",), process.pid), (("elsewhere",), 1)])
             expected = {name: float(value[0]) for name, value in weights_of(sync)}
             assert answer(pipe) == ("all", expected)
             sender.release()
