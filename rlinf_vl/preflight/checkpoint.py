@@ -208,9 +208,9 @@ def _family(
                 yield f"rollout.model.model_path: {config.rollout.model.model_path}: {reason}"
 
 
-def _engine_slices(config: Config, checkpoint_text: str, text: Mapping[str, Any]) -> Iterator[str]:
+def _engine_slices(config: Config, checkpoint_text: str, shape: Mapping[str, Any]) -> Iterator[str]:
     """Yield the sizes of a text model that the GPUs of an SGLang engine can't divide evenly."""
-    rollout = config.rollout
+    rollout, text = config.rollout, shape.get("text_config") or shape
     sizes, tp = rollout.sglang, max(1, rollout.tensor_parallel_size)
     ep, attn_dp = max(1, sizes.ep_size), max(1, sizes.attn_dp_size)
     experts = text.get("num_experts") or 0

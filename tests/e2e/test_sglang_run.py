@@ -99,10 +99,9 @@ def strike(
     assert_all_gone(mark)
 
 
-def test_a_run_trains_and_its_numbers_agree_and_interrupted_it_leaves_no_process(tmp_path):
-    run, mark = start(tmp_path)
-    strike(run, mark, tmp_path, signal.SIGINT, 128 + signal.SIGINT)
-    rows = metrics(tmp_path)[:4]
+def assert_numbers_agree(folder: Path) -> None:
+    """In the first three steps the engine has the weights of the step before, and the trainer's logprobs."""
+    rows = metrics(folder)[:4]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows[1:]:
         assert row.keys() >= FIXED_METRICS
@@ -116,6 +115,17 @@ def test_a_run_trains_and_its_numbers_agree_and_interrupted_it_leaves_no_process
     assert rows[1]["mismatch/one_image"] <= 1e-4 < rows[1]["mismatch/blank_images"]
 
 
-def test_a_run_that_is_killed_leaves_no_process(tmp_path):
+def test_a_run_trains_and_its_numbers_agree_and_interrupted_it_leaves_no_process(tmp_path):
     run, mark = start(tmp_path)
+    strike(run, mark, tmp_path, signal.SIGINT, 128 + signal.SIGINT)
+    assert_numbers_agree(tmp_path)
+
+
+def test_a_killed_run_with_an_engine_over_two_ranks_agrees_and_leaves_no_process(tmp_path):
+    """The engine sleeps and wakes with both, and on waking has the weights that the sync brings, and no others."""
+    run, mark = start(
+        tmp_path,
+        "cluster.component_placement={actor: 0-1, rollout: 0-1}",
+        "rollout.tensor_parallel_size=2",
+    )
     strike(run, mark, tmp_path, signal.SIGKILL, -signal.SIGKILL)

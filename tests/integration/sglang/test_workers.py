@@ -38,7 +38,8 @@ def other(toy):
 
 @pytest.fixture(scope="module")
 def parts(toy, other, tmp_path_factory):
-    """Actors that have the other model's weights, and a pool of one worker that starts with the toy's."""
+    """Two actors that have the other model's weights, and a pool of one worker, whose engine is over both and starts with the
+    toy's."""
     from rlinf_vl.actor.group import ActorGroup
     from rlinf_vl.rollout.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
@@ -47,7 +48,8 @@ def parts(toy, other, tmp_path_factory):
     shutil.copytree(toy.path, folder)
     other.save_pretrained(folder)
     overrides = [
-        "cluster.component_placement={actor: 0, rollout: 0}",
+        "cluster.component_placement={actor: 0-1, rollout: 0-1}",
+        "rollout.tensor_parallel_size=2",
         "rollout.model.precision=fp32",
         "actor.model.freeze_vision_tower=false",
         f"runner.heartbeat_timeout={HEARTBEAT_TIMEOUT}",

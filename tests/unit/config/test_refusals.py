@@ -115,6 +115,21 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         + ["cluster.component_placement={actor: 0-3, rollout: 0}"],
         ["actor.context_parallel_size: 4 can't divide the 6 heads (num_attention_heads)", "these can: 1, 2, 3, 6"],
     ),
+    # engines of several slots
+    (
+        ["rollout.model.model_path=FILES/dense", "rollout.rollout_backend=sglang", "rollout.tensor_parallel_size=4"]
+        + ["rollout.sglang.ep_size=2", "cluster.component_placement={actor: 0-3, rollout: 0-3}"],
+        ["rollout.tensor_parallel_size: 4 equal parts of 6 (num_attention_heads)", "rollout.sglang.ep_size: 2", "has no experts"],
+    ),
+    (
+        ["rollout.model.model_path=FILES/experts", "rollout.rollout_backend=sglang", "rollout.tensor_parallel_size=8"]
+        + ["cluster.component_placement={actor: 0-7, rollout: 0-7}"],
+        ["rollout.tensor_parallel_size: 8 equal parts of 12 (moe_intermediate_size)"],
+    ),
+    (
+        ["rollout.rollout_backend=sglang", "rollout.tensor_parallel_size=2", "rollout.sglang.attn_dp_size=4"],
+        ["rollout.sglang.attn_dp_size: 4 does not divide the 2 slots of an engine"],
+    ),
     # data
     ([train_on("videos.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/videos.jsonl: 20 of the first 20 rows can't be used"]),
     ([train_on("videos.json"), NO_IMAGES, "data.prompt_key=messages"], ["FILES/videos.json: 20 of", "1 <video> and the row 0"]),
