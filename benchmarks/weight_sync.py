@@ -123,7 +123,6 @@ class Worker(RolloutRank):
         self.device, self.engine = "cpu", Copying(megabytes)
         self.source = make_weights(megabytes)
 
-    @property
     def places(self) -> tuple[str, ...]:
         return places_of("cpu", 1)
 

@@ -89,14 +89,13 @@ class RolloutRank(GroupSampler, BatchStream):
         """Return (node, process id) of the worker."""
         return where()
 
-    @property
     def places(self) -> tuple[str, ...]:
-        """The places at which this worker's engine opens the memory of actor ranks."""
+        """Return the places at which this worker's engine opens the memory of actor ranks."""
         return places_of(self.device, self.config.rollout.tensor_parallel_size)
 
     async def reads_at(self) -> tuple[tuple[str, ...], int]:
         """Return (places, process id): who acknowledges what the engine has read, and where."""
-        return self.places, os.getpid()
+        return self.places(), os.getpid()
 
     async def heartbeat(self) -> bool:
         """Return whether the engine is alive."""

@@ -4,7 +4,7 @@ It works across nodes, and whatever process dies or is new.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlinf_vl.types import Reference
@@ -46,5 +46,7 @@ class ObjectStoreStrategy(Strategy):
     through_store = True
     survives_lost_ranks = True
 
-    async def fetch(self, labels: Sequence[Any], places: Sequence[str]) -> Sequence[Any]:
+    async def fetch(
+        self, labels: Sequence[Any], places: Callable[[], Sequence[str]]
+    ) -> Sequence[Any]:
         return await asyncio.gather(*labels)  # buckets, as views of the object store

@@ -6,7 +6,7 @@ written.
 """
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +99,10 @@ class SharedMemoryStrategy(Strategy):
     def waits_for_readers(self, device: str) -> bool:
         return True
 
-    async def fetch(self, labels: Sequence[Any], places: Sequence[str]) -> Sequence[Any]:
-        return [label for place in dict.fromkeys(places) for label in at(place, labels)]
+    async def fetch(
+        self, labels: Sequence[Any], places: Callable[[], Sequence[str]]
+    ) -> Sequence[Any]:
+        return [label for place in dict.fromkeys(places()) for label in at(place, labels)]
 
     def received(self, labels: Sequence[Any], device: str) -> Generator[dict[str, torch.Tensor]]:
         return opened(labels)

@@ -1,6 +1,6 @@
 """The interface of weight-sync strategies, and the choice among them."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
@@ -96,9 +96,13 @@ class Strategy:
 
     # --- the worker's end -------------------------------------------------------------------------
 
-    async def fetch(self, labels: Sequence[Any], places: Sequence[str]) -> Sequence[Any]:
-        """Return those of all ranks' labels that a worker at these places needs, with what they
-        refer to."""
+    async def fetch(
+        self, labels: Sequence[Any], places: Callable[[], Sequence[str]]
+    ) -> Sequence[Any]:
+        """Return those of all ranks' labels that a worker needs, with what they refer to.
+
+        `places`: returns those of its engine.
+        """
         return labels
 
     def received(

@@ -15,6 +15,8 @@ from rlinf_vl.weights.sender import Offer
 class Holder:
     """As much of an engine as a sync touches. `loses`: a weight that it does not take."""
 
+    reads_labels = False
+
     def __init__(self, loses=None, tells=True):
         self.loses, self.tells, self.weights = loses, tells, {}
 
