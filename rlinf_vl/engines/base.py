@@ -112,7 +112,7 @@ class Engine(Protocol):
         """
 
     def load_labels(self, labels: Sequence[Any], version: int) -> None:
-        """Load what these labels name or hold (`Handle`, `StagedBucket`, `Delta`, `Bucket`).
+        """Load what these labels name or hold (`StagedBucket`, `Delta`, `Bucket`).
 
         Otherwise like `load_weights`; only where `reads_labels`.
         """

@@ -27,7 +27,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlinf_vl.weights.buckets import Label, flatten
-from rlinf_vl.weights.node_memory import NodeMemory, mapped
+from rlinf_vl.weights.node_memory import NodeMemory, forget_others, mapped
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +183,55 @@ def _set_allocator(settings: str) -> None:
     # The name in the second line is the one before torch 2.10 or so.
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (change or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def at(place: str, buckets: Sequence[StagedBucket]) -> list[StagedBucket]:
+    """Return the buckets that can be opened at `place`.
+
+    Raises:
+        ValueError: none can.
+    """
+    buckets_here = [bucket for bucket in buckets if bucket.place == place]
+    if not buckets_here:
+        sender_places = ", ".join(sorted({bucket.place for bucket in buckets}))
+        raise ValueError(
+            "rollout.weight_sync: shared_memory, but no actor rank is at the place of this "
+            f"rollout worker, {place} (actor ranks: {sender_places}); set broadcast or object_store"
+        )
+    return buckets_here
+
+
+def opened(buckets: Sequence[StagedBucket]) -> Generator[dict[str, torch.Tensor]]:
+    """Yield the weights of each bucket, as views of the sender's memory.
+
+    Copy them before asking for the next.
+
+    Raises:
+        TimeoutError: weights that were offered do not come.
+        WeightsDiffer: the weights have another fingerprint than their bucket's label.
+    """
+    forget_others({bucket.board[0] for bucket in buckets})
+    yield from read_staged(buckets, os.getpid())
+
+
+def arrivals_at_places(
+    buckets_by_place: Sequence[Sequence[StagedBucket]],
+) -> Iterator[tuple[StagedBucket, ...]]:
+    """Yield each bucket of a sync, as at each place, when it can be read at all of them.
+
+    It is for a process whose children read; all of them have read when it asks for the next. While
+    one place is awaited, the next places are acknowledged one bucket late. The senders, who gather
+    each bucket together, have a second buffer for that.
+
+    Raises:
+        TimeoutError: as `staged_arrivals`.
+    """
+    streams = [staged_arrivals(buckets, os.getpid()) for buckets in buckets_by_place]
+    try:
+        yield from zip(*streams, strict=True)
+    finally:
+        for stream in streams:
+            stream.close()  # acknowledges what no one will read
 
 
 def staged_arrivals(buckets: Sequence[StagedBucket], pid: int) -> Generator[StagedBucket]:

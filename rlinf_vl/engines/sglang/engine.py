@@ -61,11 +61,10 @@ from rlinf_vl.models.loading import (
 from rlinf_vl.types import Completion, ImageRef, Request
 from rlinf_vl.weights.buckets import Bucket, Label, group_by_size, read_buckets
 from rlinf_vl.weights.delta import Delta
-from rlinf_vl.weights.handles import Handle, arrivals_at_places
 from rlinf_vl.weights.patch import Patch
 from rlinf_vl.weights.place import places_of
 from rlinf_vl.weights.process_group import WeightGroup
-from rlinf_vl.weights.staging import StagedBucket
+from rlinf_vl.weights.staging import StagedBucket, arrivals_at_places
 
 log = logging.getLogger(__name__)
 
@@ -273,28 +272,28 @@ class SglangEngine:
         if isinstance(labels[0], Bucket):  # the first sync by changes is whole
             return self.load_weights(read_buckets(labels, "cpu"), version)
         is_delta = isinstance(labels[0], Delta)
-        fields = self._delta_messages(labels) if is_delta else self._handle_messages(labels)
+        fields = self._delta_messages(labels) if is_delta else self._staged_messages(labels)
         with closing(fields):
             self._update("update_weights_from_tensor", fields, version)
 
-    def _handle_messages(
-        self, handles: Sequence[Handle | StagedBucket]
+    def _staged_messages(
+        self, buckets: Sequence[StagedBucket]
     ) -> Generator[tuple[Iterable[str], dict[str, Any]]]:
         """Yield the message of each bucket when it can be read at all places."""
-        tp_size, places = self.settings.tp_size, list(dict.fromkeys(h.place for h in handles))
+        tp_size, places = self.settings.tp_size, list(dict.fromkeys(b.place for b in buckets))
         if len(places) > 1:  # scheduler i is on the worker's GPU i
             places = list(places_of(self.settings.device, tp_size))
-        by_place = [[h for h in handles if h.place == place] for place in places]
+        by_place = [[b for b in buckets if b.place == place] for place in places]
         answers = Answers(tp_size)
         for number, arrived in enumerate(arrivals_at_places(by_place), 1):
-            handles_of_ranks = arrived * tp_size if len(arrived) == 1 else arrived
+            of_ranks = arrived * tp_size if len(arrived) == 1 else arrived
             self._check_fits((name, shape) for name, _, shape in arrived[0].entries)
             is_last = number == len(by_place[0])
             yield (
                 arrived[0].names,
-                messages.handle_fields(handles_of_ranks, answers.where, is_last),
+                messages.staged_fields(of_ranks, answers.where, is_last),
             )
-            answers.check(handles_of_ranks)
+            answers.check(of_ranks)
 
     def _delta_messages(
         self, deltas: Sequence[Delta]

@@ -20,7 +20,6 @@ from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.types import Grid, Request, Sample, SamplingParams
 from rlinf_vl.weights.buckets import Label, flatten
 from rlinf_vl.weights.delta import Delta
-from rlinf_vl.weights.handles import Handle
 from rlinf_vl.weights.staging import StagedBucket
 
 #: The bias of banned ids' logits: its exp is exactly 0. SGLang's logprobs leave such ids out, too.
@@ -263,18 +262,18 @@ def masked_fields(bucket: dict[str, torch.Tensor], tp_size: int) -> dict[str, An
     return {"serialized_named_tensors": serialized, "load_format": masked.LOADER}
 
 
-def handle_fields(
-    handles: Sequence[Handle | StagedBucket], answer: tuple[str, str], is_last: bool
+def staged_fields(
+    buckets: Sequence[StagedBucket], answer: tuple[str, str], is_last: bool
 ) -> dict[str, Any]:
-    """Return the fields as `bucket_fields` does, with the handle that each scheduler reads."""
+    """Return the fields as `bucket_fields` does, with the bucket that each scheduler opens."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     no_data = torch.empty(0, dtype=torch.uint8)
     serialized = [
         MultiprocessingSerializer.serialize(
-            receive.encode(receive.HandleMessage(handle, answer, number, is_last), no_data)
+            receive.encode(receive.BucketMessage(bucket, answer, number, is_last), no_data)
         )
-        for number, handle in enumerate(handles)
+        for number, bucket in enumerate(buckets)
     ]
     return {"serialized_named_tensors": serialized, "load_format": receive.LOADER}
 

@@ -19,7 +19,6 @@ import torch
 from rlinf_vl.engines.sglang.masked import load_masked
 from rlinf_vl.weights.buckets import fingerprint
 from rlinf_vl.weights.delta import Delta, patches
-from rlinf_vl.weights.handles import Handle, bytes_of
 from rlinf_vl.weights.node_memory import NodeMemory, forget_others, mapped
 from rlinf_vl.weights.staging import StagedBucket, StagedBuffers
 
@@ -32,7 +31,7 @@ _buffers = StagedBuffers()  # of the sync that runs
 
 
 @dataclass(frozen=True, slots=True)
-class HandleMessage:
+class BucketMessage:
     """A bucket in a rank's memory.
 
     Attributes:
@@ -42,18 +41,17 @@ class HandleMessage:
         is_last: whether it is the sync's last bucket.
     """
 
-    handle: Handle | StagedBucket
+    bucket: StagedBucket
     answer: tuple[str, str]
     number: int
     is_last: bool
 
     def read(self, data: torch.Tensor, model: torch.nn.Module) -> None:
-        handle = self.handle
-        is_staged = isinstance(handle, StagedBucket)
-        forget_others({self.answer[0]} if is_staged else {self.answer[0], handle.where[0]})
-        weights = handle.views(_buffers.bytes_of(handle) if is_staged else bytes_of(handle))
-        if handle.fingerprint is not None:
-            actual = fingerprint(weights[name] for name in handle.names)
+        bucket = self.bucket
+        weights = bucket.views(_buffers.bytes_of(bucket))
+        if bucket.fingerprint is not None:
+            forget_others({self.answer[0]})
+            actual = fingerprint(weights[name] for name in bucket.names)
             mapped(*self.answer).set_number(8 * self.number, actual)
         model.load_weights(list(weights.items()))  # pyright: ignore[reportCallIssue]  # SGLang's
         if data.is_cuda:
@@ -105,7 +103,7 @@ class ForgetMessage:
 
 
 def encode(
-    message: HandleMessage | DeltaMessage | ForgetMessage, data: torch.Tensor
+    message: BucketMessage | DeltaMessage | ForgetMessage, data: torch.Tensor
 ) -> list[tuple[str, Any]]:
     """Return what SGLang passes on to `load`: names and tensors, so the message is a name."""
     import cloudpickle  # names and functions of users' files travel by value
@@ -129,10 +127,10 @@ class Answers:
         # A path may return, as numbers of closed files do.
         self.where = (uuid.uuid4().hex, self._memory.path)
 
-    def check(self, handles: Sequence[Handle | StagedBucket]) -> None:
-        """Raise `WeightsDiffer` if a scheduler has read other weights than its handle names."""
-        for number, handle in enumerate(handles):
-            handle.compare(self._memory.number_at(8 * number), "as received")
+    def check(self, buckets: Sequence[StagedBucket]) -> None:
+        """Raise `WeightsDiffer` if a scheduler has read other weights than its bucket's label says."""
+        for number, bucket in enumerate(buckets):
+            bucket.compare(self._memory.number_at(8 * number), "as received")
 
 
 def emptied(deltas: Sequence[Delta]) -> tuple[list[Delta], list[int], torch.Tensor]:

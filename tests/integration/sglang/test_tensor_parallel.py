@@ -1,6 +1,7 @@
 """An engine of two tensor-parallel processes on a tiny mixture of experts, in float32: it answers what transformers answers, with
 images, and each process reads weights for itself: from the memory at its own place, and changes of them."""
 
+import dataclasses
 import os
 import threading
 
@@ -11,11 +12,8 @@ from sglang_toy import Toy, engine_of, furthest, write_member
 
 from rlinf_vl.engines.sglang import engine as engine_room
 from rlinf_vl.models.families import family_of
-from rlinf_vl.weights import shared_memory
 from rlinf_vl.weights.buckets import Label, WeightsDiffer, group_by_size
 from rlinf_vl.weights.delta import Delta
-from rlinf_vl.weights.handles import Handle
-from rlinf_vl.weights.node_memory import NodeMemory
 from rlinf_vl.weights.patch import INTEGERS
 from rlinf_vl.weights.staging import Staging
 
@@ -128,36 +126,19 @@ def test_each_process_reads_the_memory_at_its_own_place(engine, made, other, mon
         assert furthest(engine, made, model, requests_of(made)) < TOLERANCE
 
 
-def handles_of(memory, buckets, sync=1):
-    handles, start = [], 0
-    for bucket in buckets:
-        label = Label.of(bucket, check=True)
-        flat = memory.flat[start : start + label.nbytes]
-        shared_memory.flatten(bucket, flat)
-        memory.set_number(start + label.nbytes, sync)
-        handles.append(
-            Handle(
-                entries=label.entries,
-                fingerprint=label.fingerprint,
-                place="node",
-                where=("weights of a test", memory.path, start),
-                sync=sync,
-            )
-        )
-        start += -(-(label.nbytes + 8) // 64) * 64
-    return handles
-
-
 def test_memory_of_the_node_is_read_by_both_and_what_differs_is_named(engine, made, other):
-    buckets = buckets_of(made, weights_of(other))
-    nbytes = sum(value.nbytes + 128 for bucket in buckets for _, value in bucket)
-    memory = NodeMemory(size=nbytes)
-    handles = handles_of(memory, buckets)
-    engine.load_labels(handles, version=1)
-    assert furthest(engine, made, other, requests_of(made)) < TOLERANCE
-    memory.flat[handles[2].where[2]] += 1
-    with pytest.raises(WeightsDiffer, match="as received are not those the trainer sent"):
-        engine.load_labels(handles, version=2)
+    (bucket, *_), staging = buckets_of(made, weights_of(other)), Staging("cpu")
+    label = Label.of(bucket, check=True)
+    wrong = dataclasses.replace(label, fingerprint=label.fingerprint ^ 1)
+    for version, announced in enumerate((label, wrong), 1):
+        labels = staging.announce([announced], "node")
+        staging.fill(bucket, set())
+        if announced is label:
+            engine.load_labels(labels, version)
+        else:
+            with pytest.raises(WeightsDiffer, match="as received are not those the trainer sent"):
+                engine.load_labels(labels, version)
+        staging.release()
 
 
 def deltas_of(made, old, new, base) -> list[Delta]:
