@@ -121,7 +121,7 @@ class DataConfig:
     vision_controls: list[str] = key([], ("blank", "swapped", "cropped"))
     """Ask each validation question again: blank: without its image's content; swapped: with another
     question's image; cropped: with part of it hidden. val/accuracy_<control>, and with blank the
-    split of the gain into seen and guessed."""
+    split of the gain into seen and guessed (docs/did-it-look.md)."""
     vision_hidden_share: float = key(
         0.5, Limit("lie between 0 and 1, both excluded", lambda x: 0 < x < 1)
     )

@@ -112,6 +112,11 @@ def test_a_heat_map_spends_its_forwards_and_has_the_pictures_shape(run, scorer, 
         found = scorer.heat_map(item.trajectory, image, (rows, columns), 20)
         assert found.values.shape == (rows, columns) and found.forwards <= 20
         assert np.abs(found.values).max() > 0
+        # Hidden cells of a uniform picture have its colour: a blind run's maps are empty.
+        blank = blank_like(image)
+        blind = with_images(item.trajectory, {image.hash: blank})
+        made = scorer.heat_map(blind, blank, (rows, columns), 20)
+        assert np.abs(made.values).max() < 1e-5
 
 
 def test_files_without_the_prompts_ids_are_told(run, processor):
