@@ -6,6 +6,7 @@ second, without torch or Ray.
 
 import argparse
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from rlinf_vl import entry
 from rlinf_vl.cli.parser import parse
 from rlinf_vl.config import load_config
 from rlinf_vl.config.imitation import imitation_config, sampled_problems
+from rlinf_vl.config.validate import Rule
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.progress import setup_logging
 from rlinf_vl.observe.spans import write_timeline
@@ -25,7 +27,7 @@ log = logging.getLogger("rlinf_vl")
 
 #: Verb → its errors that mean a mistake of the user, beside ConfigError: a folder that is not a
 #: run's, or not as it must be.
-MISTAKES = dict.fromkeys(("watch", "timeline", "report"), (ValueError,)) | {
+MISTAKES = dict.fromkeys(("watch", "timeline", "report", "runs"), (ValueError,)) | {
     "export": (FileNotFoundError, FileExistsError),
     "look": (FileNotFoundError,),
 }
@@ -67,6 +69,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     rules = [] if arguments.check else [packages_missing]
     if arguments.verb == "sft":
         config = imitation_config(arguments.config, arguments.overrides, [*rules, *RULES])
+    elif arguments.multirun:
+        return _sweep(arguments, [sampled_problems, *rules, *RULES], stop_request)
     else:
         rules = [sampled_problems, *rules, *RULES]
         config = load_config(arguments.config, arguments.overrides, rules)
@@ -77,6 +81,21 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
         return 0
     stopped_by = entry.launch_training(config, stop_request)
     return 128 + stopped_by if stopped_by else 0
+
+
+def _sweep(arguments: argparse.Namespace, rules: Sequence[Rule], stop_request: StopRequest) -> int:
+    from rlinf_vl.report.sweep import build_sweep_report
+    from rlinf_vl.sweep.launch import run_sweep
+    from rlinf_vl.sweep.plan import check_sweep, plan_sweep
+
+    sweep = plan_sweep(arguments.config, arguments.overrides)
+    check_sweep(sweep, rules)
+    if arguments.check:
+        print(f"{sweep.folder}: {len(sweep.runs)} runs, each of them can begin")
+        return 0
+    code = run_sweep(sweep, arguments.parallel, stop_request)
+    log.info("the sweep's report: %s", build_sweep_report(sweep.folder))
+    return code
 
 
 def _evaluate(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
@@ -192,16 +211,35 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             print(write_timeline(arguments.run_dir, arguments.output))
         case "report":
             from rlinf_vl.report import build_report
-            from rlinf_vl.report.runs_table import runs_in, runs_table
+            from rlinf_vl.report.runs_table import read_lines_of, runs_in, runs_table
+            from rlinf_vl.report.sweep import build_sweep_report
 
+            if arguments.sweep:
+                if len(arguments.runs) != 1:
+                    raise ValueError("--sweep: name one folder, that of the sweep")
+                print(build_sweep_report(arguments.runs[0], arguments.output))
+                return 0
             if len(arguments.runs) == 1 and (runs := runs_in(arguments.runs[0])):
-                print(runs_table(runs))
+                print(runs_table(read_lines_of(runs)))
                 return 0
             print(build_report(arguments.runs, arguments.output))
         case "look":
             from rlinf_vl.look import main
 
             return main.main(arguments)
+        case "runs":
+            from rlinf_vl.report.runs_table import read_lines_of, runs_in, runs_json, runs_table
+
+            folder = arguments.folder
+            lines = read_lines_of(runs_in(folder))
+            if not lines:
+                raise ValueError(
+                    f"{folder}: has no folders of runs; name one that has, such as runner.output_dir"
+                )
+            if arguments.json:
+                print(json.dumps(runs_json(lines), indent=1))
+            else:
+                print(runs_table(lines))
         case "check-env":
             from rlinf_vl.check_agent.main import is_agent
             from rlinf_vl.check_agent.main import main as check_agent

@@ -12,6 +12,7 @@ usage() {
         echo "usage: bash examples/reasoning/run_main_grpo_vqa.sh CONFIG [hydra overrides…]"
         echo
         echo "  such as: … toy-grpo-cpu runner.max_steps=20 runner.experiment_name=short"
+        echo "  or several runs: … toy-grpo-cpu --multirun actor.optim.lr=1e-4,5e-4 runner.seed=1,2"
         echo
         echo "CONFIG is the path of your own YAML file, or the name of one in this folder or $root/examples:"
         for path in "${configs[@]}"; do echo "  $(basename -- "$path" .yaml)"; done

@@ -2,79 +2,26 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import rlinf_vl
-from rlinf_vl.cli.completion import complete_config, complete_override
 from rlinf_vl.cli.keys import configs_and_keys
 from rlinf_vl.cli.new import KINDS
+from rlinf_vl.cli.parser_parts import (
+    COMMAND,
+    MainParser,
+    VerbParser,
+    VersionAction,
+    add_config_and_overrides,
+)
 from rlinf_vl.config.keys import config_keys, config_sections
-from rlinf_vl.config.load import examples
 from rlinf_vl.config.overrides import ONE_RUN
 from rlinf_vl.config.systems import SYSTEMS
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.errors import nearest
 from rlinf_vl.preflight.gpu_kinds import GPU_KINDS
 from rlinf_vl.runtime.run_code import OPTION
-
-COMMAND = "rlinf-vl"
-
-
-class _MainParser(argparse.ArgumentParser):
-    """The parser of verbs. Its error about an unknown verb suggests the nearest one, or `train`
-    before the name of a config."""
-
-    verbs: Sequence[str] = ()
-
-    def error(self, message: str) -> NoReturn:
-        # argparse has no other sign of an unknown verb than its message.
-        match = re.search(r"argument VERB: invalid choice: '(.*?)' \(choose", message)
-        if match is None:
-            super().error(message)
-        name = match[1]
-        # A user who forgets the verb begins with the config.
-        is_config = name.removesuffix(".yaml") in examples() or name.endswith(".yaml")
-        hint = (
-            f" did you mean '{self.prog} train {name}'?" if is_config else nearest(name, self.verbs)
-        )
-        super().error(f"no verb {name!r};{hint} there are {', '.join(self.verbs)}")
-
-
-class _VerbParser(argparse.ArgumentParser):
-    """The parser of a verb's arguments.
-
-    Attributes:
-        epilog_text: makes the last part of the help. A function, as it takes time, and few ask for
-            help.
-    """
-
-    epilog_text: Callable[[], str] | None = None
-
-    def format_help(self) -> str:
-        return super().format_help() + (f"\n{self.epilog_text()}\n" if self.epilog_text else "")
-
-
-# argparse's own action takes a ready text, but reading the versions takes time.
-class _Version(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        versions = {}
-        for package in ("torch", "transformers", "ray", "sglang"):
-            try:
-                versions[package] = metadata.version(package)
-            # SGLang is optional, and configs can be checked without the others.
-            except metadata.PackageNotFoundError:
-                versions[package] = "not installed"
-        packages = ", ".join(f"{package} {version}" for package, version in versions.items())
-        print(f"rlinf_vl {rlinf_vl.__version__} (Python {sys.version.split()[0]}, {packages})")
-        parser.exit()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -82,15 +29,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     printing help."""
     # Usage lines show the command as the user typed it.
     in_path = os.path.basename(sys.argv[0]) == COMMAND
-    parser = _MainParser(
+    parser = MainParser(
         prog=COMMAND if in_path else "python -m rlinf_vl",
         description="Reinforcement learning for vision-language models.",
     )
     parser.add_argument(
-        "--version", action=_Version, help="print the versions of rlinf_vl, Python and packages"
+        "--version",
+        action=VersionAction,
+        help="print the versions of rlinf_vl, Python and packages",
     )
     verbs = parser.add_subparsers(
-        dest="verb", required=True, metavar="VERB", parser_class=_VerbParser
+        dest="verb", required=True, metavar="VERB", parser_class=VerbParser
     )
 
     def verb(name: str, summary: str, epilog_text: Callable[[], str] | None = None) -> Any:
@@ -105,17 +54,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     # Train and evaluate.
     argument = verb("train", "run one experiment", epilog_text=configs_and_keys)
-    _config_and_overrides(argument)
+    add_config_and_overrides(argument)
     argument(
         "--check",
         action="store_true",
         help="don't train, only check config, data, model and folders",
     )
+    argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="run each combination of the values that overrides list, such as runner.seed=1,2",
+    )
+    argument(
+        "--parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="for --multirun: runs at a time (default 1)",
+    )
 
     argument = verb(
         "sft", "imitate conversations with pictures: supervised training, with a train config"
     )
-    _config_and_overrides(argument)
+    add_config_and_overrides(argument)
     argument(
         "--check",
         action="store_true",
@@ -125,7 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # Python that comes with a checkpoint is executed with consent only.
     trust_help = "run the Python that the checkpoint's run brings along in its config.yaml"
     argument = verb("eval", "measure a model: pass@k with standard errors, tables, trajectories")
-    _config_and_overrides(
+    add_config_and_overrides(
         argument,
         override_help="; checkpoint=DIR (a run's folder, or checkpoints/global_step_N) or model=DIR",
     )
@@ -238,6 +200,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=None,
         help="the file; the default is report.html in the first run's folder",
     )
+    argument(
+        "--sweep",
+        action="store_true",
+        help="one page on all runs of a folder: settings side by side, means over their seeds",
+    )
+
+    argument = verb("runs", "a table of the runs in a folder, the newest first")
+    argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path("results"),
+        metavar="FOLDER",
+        help="a folder with runs in it (default: results)",
+    )
+    argument("--json", action="store_true", help="print the table as JSON")
 
     argument = verb("look", "score a run's answers with and without their images; heat maps")
     argument("run", type=Path, metavar="RUN_DIR", help="folder of a run or of an evaluation")
@@ -383,7 +361,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument = verb(
         "check-data", "examine a whole data set: content, damaged rows, rows beyond the limits"
     )
-    _config_and_overrides(
+    add_config_and_overrides(
         argument,
         config_help="; or a file, folder or hf://owner/name of data (rollout.model.model_path=… counts tokens)",
     )
@@ -398,7 +376,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     argument = verb("doctor", "report what this machine has and what a config needs")
-    _config_and_overrides(argument, nargs="?", config_help="; without one, the machine alone")
+    add_config_and_overrides(argument, nargs="?", config_help="; without one, the machine alone")
     argument(
         "--smoke",
         action="store_true",
@@ -416,7 +394,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument = verb(
         "preflight", "estimate the memory that a config takes of each GPU; needs no GPU"
     )
-    _config_and_overrides(argument)
+    add_config_and_overrides(argument)
     argument("--gpus", type=int, default=1, help="GPUs in each machine (default 1)")
     argument(
         "--gpu-memory",
@@ -447,7 +425,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "measure for about a minute what this machine does with a config's model, for preflight "
         "--time",
     )
-    _config_and_overrides(argument)
+    add_config_and_overrides(argument)
 
     # Write configs and code.
     argument = verb(
@@ -514,7 +492,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             for text in unknown
             if text.lstrip("-").partition("=")[0] in config_keys()
         ]
-        # Options of Hydra that a user of other systems may try.
+        # An option of Hydra; `train` has it.
         if sweep := {"--multirun", "-m"}.intersection(unknown):
             parser.error(f"{sweep.pop()}: {ONE_RUN}")
         correction = f": {' '.join(overrides)}" if overrides else ""
@@ -527,18 +505,3 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unparsed:
         arguments.overrides += unparsed
     return arguments
-
-
-def _config_and_overrides(
-    argument: Any, nargs: str | None = None, config_help: str = "", override_help: str = ""
-) -> None:
-    """Add the arguments of a verb that takes a config; both texts are appended to their help."""
-    config = argument(
-        "config", nargs=nargs, help=f"name of a config, or path of a YAML file{config_help}"
-    )
-    # argcomplete reads the attribute `completer` of an argument.
-    config.completer = complete_config
-    text = (
-        f"key=value, such as runner.max_steps=3; '{COMMAND} config' shows the keys{override_help}"
-    )
-    argument("overrides", nargs="*", help=text).completer = complete_override

@@ -15,10 +15,10 @@ from hydra.errors import HydraException
 from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.presets import PRESETS
 
-#: The hint for Hydra's sweeps.
+#: The hint for several values, which only `train --multirun` takes.
 ONE_RUN = (
-    "there is no multirun: start one run after the other in a shell, such as for seed in 1 2; do "
-    "rlinf-vl train CONFIG runner.seed=$seed runner.experiment_name=seed-$seed; done"
+    "`rlinf-vl train CONFIG --multirun KEY=1,2` runs one value after the other; without --multirun, "
+    "and for other verbs, give one value"
 )
 _BEGINS = re.compile(r"[+~]*[\w./@-]+=")
 _DELETES = re.compile(r"~[\w.]+$")

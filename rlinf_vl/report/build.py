@@ -100,7 +100,7 @@ def build_report(
         "runs": packed,
         "images": images.images,
         "phases": PHASES,
-        "charts": json.loads(_asset("charts.json")),
+        "charts": json.loads(asset("charts.json")),
     }
     header["own_rewards"] = (*OWN_REWARD_METRICS, *FURTHER_REWARD_METRICS)
     page = _render(runs, [p["trajectories"]["count"] for p in packed], _pack(header, sections))
@@ -149,8 +149,8 @@ def _render(runs: list[RunFiles], counts: list[int], data: str) -> str:
         trim_blocks=True,
     )
     environment.filters["duration"] = lambda seconds: timedelta(seconds=round(seconds))
-    style, script = "\n".join(map(_asset, STYLES)), "\n".join(map(_asset, SCRIPTS))
-    plot_script, math_script = _asset(PLOT_SCRIPT), _asset(MATH_SCRIPT)
+    style, script = "\n".join(map(asset, STYLES)), "\n".join(map(asset, SCRIPTS))
+    plot_script, math_script = asset(PLOT_SCRIPT), asset(MATH_SCRIPT)
     config = _side_by_side([run.config for run in runs])
     facts = _side_by_side([run.environment for run in runs])
     differences = {name: row for name, row in config.items() if len(set(row)) > 1}
@@ -168,8 +168,8 @@ def _render(runs: list[RunFiles], counts: list[int], data: str) -> str:
         compared={name: differences[name] for name in experiment_keys[:MAX_COMPARED_KEYS]},
         git={name: row for name, row in facts.items() if name.startswith("git")},
         environment={name: row for name, row in facts.items() if not name.startswith("git")},
-        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src blob:; style-src {_hash(style)}; "
-        f"script-src {_hash(plot_script)} {_hash(math_script)} {_hash(script)}",
+        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src blob:; style-src {script_hash(style)}; "
+        f"script-src {script_hash(plot_script)} {script_hash(math_script)} {script_hash(script)}",
         style=style,
         plot_script=plot_script,
         math_script=math_script,
@@ -187,10 +187,10 @@ def _side_by_side(trees: list[dict[str, str]]) -> dict[str, list[str]]:
     return table
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def script_hash(text: str) -> str:
     """Return a text's hash in the form of a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

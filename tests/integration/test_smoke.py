@@ -148,7 +148,7 @@ def test_what_the_time_did_not_reach_is_said(smoke):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("member", ["lora", "moe", "internvl", "qwen3_5"])
+@pytest.mark.parametrize("member", ["lora", "moe"])
 def test_other_members_pass(smoke, member):
     code, _, line = smoke(f"toy-grpo-cpu-{member}", LOCAL)
     assert code == 0, line

@@ -161,8 +161,8 @@ def test_the_script_for_the_shell(capsys):
         ("toy-grpo-cpu", "train toy-grpo-cpu'?"),
         ("train toy-grpo", "did you mean 'toy-grpo-cpu'?"),
         ("train dapo", "algorithm.clip_ratio_high=0.28"),
-        ("train toy-grpo-cpu --multirun runner.seed=1,2", "there is no multirun"),
-        ("train toy-grpo-cpu -m runner.seed=1,2", "there is no multirun"),
+        ("sft toy-sft-cpu --multirun runner.seed=1,2", "for other verbs, give one value"),
+        ("eval toy-grpo-cpu -m runner.seed=1,2", "for other verbs, give one value"),
         ("train toy-grpo-cpu algorithm.adv_type=dapo", "algorithm.dynamic_sampling.enable=true"),
         (
             "train toy-grpo-cpu algorithm.loss_type=ppo",

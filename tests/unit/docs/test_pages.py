@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -22,11 +21,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rlinf_vl.__main__ import main
+from rlinf_vl.cli.parser import parse
 from rlinf_vl.config import config_keys, load_config
 from rlinf_vl.config.keys import config_sections
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.observe.trajectories import SCHEMA
 from rlinf_vl.rewards.named import NAMED
+from rlinf_vl.sweep.plan import check_sweep, plan_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNEL_NOTES = ROOT / "rlinf_vl/models/kernels/README.md"
@@ -293,17 +294,16 @@ def test_the_quick_start_has_the_readmes_commands():
 
 
 def test_the_sweep_starts_runs_that_load(tmp_path: Path):
-    """The loop of docs/tuning.md in a real shell, with a function in the place of the program."""
-    (loop,) = fences(ROOT / "docs/tuning.md", "sh")
-    script = f"""rlinf-vl() {{ printf '%s\\n' "$*"; }}\n{loop}"""
-    command = ["bash", "-eu", "-c", script]
-    shell = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    names = set()
-    for line in shell.stdout.splitlines():
-        verb, config_name, *overrides = line.split()
-        assert verb == "train"
-        names.add(load_config(config_name, overrides).runner.experiment_name)
-    assert len(names) == len(shell.stdout.splitlines()) > 2, "runs that share a folder"
+    """The command of docs/tuning.md: every one of its runs has a config and a folder of its own."""
+    text = next(body for body in fences(ROOT / "docs/tuning.md", "bash") if "--multirun" in body)
+    _, *words = shlex.split(text.replace("\\\n", " ").splitlines()[0])
+    arguments = parse(words)
+    assert arguments.verb == "train" and arguments.multirun
+    sweep = plan_sweep(arguments.config, [*arguments.overrides, f"runner.output_dir={tmp_path}"])
+    check_sweep(sweep, ())
+    assert len({run.name for run in sweep.runs}) == 12
+    seeds = [load_config(sweep.config, sweep.overrides(run)).data.seed for run in sweep.runs]
+    assert sorted(set(seeds)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "yaml")], ids=name_of)

@@ -49,6 +49,7 @@ ROOMS = {
         "actor", "algorithms", "config", "controller", "data", "engines", "local", "models", "observe", "packing",
         "prove", "rollout", "runtime", "weights",
     },
+    "sweep": {"config", "observe", "preflight", "runtime"},
     "report": {"config", "observe", "runtime"},
     "calibrate": {"actor", "config", "controller", "local", "preflight"},
     "look": {"controller", "data", "models", "observe", "packing", "report", "runtime"},

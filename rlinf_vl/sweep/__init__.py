@@ -1,0 +1,1 @@
+"""`train --multirun`: several runs of one config, resumed as a whole."""
