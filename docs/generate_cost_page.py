@@ -85,6 +85,7 @@ def predicted(case: Published):
     ]  # fmt: skip
     config = parse_config(FLAGSHIP, overrides)
     model = Model(config)
+    model.interpolates = True
     placement = placement_of(config, (8,) * nodes)
     response = case.tokens - case.prompt
     lengths = Lengths(case.prompt, case.images, response, max(case.longest, response))
