@@ -96,11 +96,12 @@ def counted_step(experts: int, checkpointing: str):
     mine = [ranks[mesh.data_rank] for ranks in plan.minibatches]
     numbers = {item.group for mini in mine for items in mini.micro_batches for item in items}
     sent, gathered, tokens = [], [], []
-    exchange, gather, forward = (
-        dist.all_to_all_single,
-        dist.all_gather_into_tensor,
-        trainer.policy.forward,
-    )
+    # FSDP2 calls the first from torch 2.13 on.
+    gather_name = "all_gather_single"
+    if not hasattr(dist, gather_name):
+        gather_name = "all_gather_into_tensor"
+    exchange, gather = dist.all_to_all_single, getattr(dist, gather_name)
+    forward = trainer.policy.forward
 
     def counted_exchange(out, rows, *sizes, **options):
         sent.append(rows.nbytes)
@@ -114,12 +115,14 @@ def counted_step(experts: int, checkpointing: str):
         tokens.append(len(batch.ids))
         return forward(batch, *arguments, **options)
 
-    dist.all_to_all_single, dist.all_gather_into_tensor = counted_exchange, counted_gather
+    dist.all_to_all_single = counted_exchange
+    setattr(dist, gather_name, counted_gather)
     trainer.policy.forward = counted_forward
     try:
         trainer.update({n: groups[n] for n in numbers}, mine, plan.advantages)
     finally:
-        dist.all_to_all_single, dist.all_gather_into_tensor = exchange, gather
+        dist.all_to_all_single = exchange
+        setattr(dist, gather_name, gather)
     return sum(sent), max(gathered, default=0), held, sum(tokens), len(tokens)
 
 
