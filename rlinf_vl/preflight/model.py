@@ -25,7 +25,7 @@ from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.family import Family, submodules
 from rlinf_vl.models.loading import DTYPES, part_of, use_packed_attention
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
-from rlinf_vl.models.recompute import checkpoint_blocks
+from rlinf_vl.models.recompute import Checkpointing, checkpoint_blocks
 from rlinf_vl.preflight.trace import Trace, interpolated, pretend_cuda, trace_images, trace_step
 from rlinf_vl.user_code import is_code
 
@@ -33,6 +33,9 @@ from rlinf_vl.user_code import is_code
 KNOWN: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("known_models.json").read_text()
 )
+#: Numbers of text blocks of the two traces from which deeper models are estimated: behind those that
+#: take features of images.
+SHALLOW = (4, 6)
 #: Rows of the busiest rank's experts over those of the mean, with expert parallelism. Routers with a
 #: balance loss stay below it in most layers; `actor/expert_load` is the same of single experts.
 EXPERT_IMBALANCE = 1.25
@@ -57,7 +60,7 @@ class Model:
 
         `path`: of the checkpoint where it isn't the config's own name (the toy's).
         """
-        rollout, fsdp = config.rollout.model, config.actor.fsdp_config
+        rollout = config.rollout.model
         self._path = path
         self.path = path or rollout.model_path
         self.shape, self.shape_source = model_config(
@@ -69,22 +72,35 @@ class Model:
             if is_code(rollout.model_type)
             else family_at(self.shape, paths)
         )
-        self._meta_model = meta_model(
-            _busiest(self.shape) if expert_parallel_size(config) > 1 else self.shape,
-            self.family,
-            DTYPES[fsdp.mixed_precision.param_dtype],
-            frozen=config.actor.model.frozen_parts,
-            lora=config.actor.model.adapters,
-            router=not config.actor.model.freeze_router,
-        )
-        self._checkpointing = checkpoint_blocks(self._meta_model, self.family, "none")
+        self._config = config
+        self._meta_model, self._checkpointing = self._make()
         lora = config.actor.model.lora
         quantized = config.actor.model.is_lora and lora.quantization != "none"
         self.weights = Weights(
             self._meta_model, self.family, merged=lora.sync == "merged", quantized=quantized
         )
         self.stored = self._meta_model.dtype.itemsize if config.actor.model.is_lora else 4
-        self._config = config
+
+    def _make(self, layers: int | None = None) -> tuple[PreTrainedModel, Checkpointing]:
+        """Make the model on the meta device, and the switch of what its blocks recompute.
+
+        `layers`: number of its text blocks; None: all.
+        """
+        config, shape = self._config, self.shape
+        if expert_parallel_size(config) > 1:
+            shape = _busiest(shape)
+        if layers is not None:
+            shape = copy.deepcopy(shape)
+            shape.get_text_config().num_hidden_layers = layers
+        model = meta_model(
+            shape,
+            self.family,
+            DTYPES[config.actor.fsdp_config.mixed_precision.param_dtype],
+            frozen=config.actor.model.frozen_parts,
+            lora=config.actor.model.adapters,
+            router=not config.actor.model.freeze_router,
+        )
+        return model, checkpoint_blocks(model, self.family, "none")
 
     @cached_property
     def teachers(self) -> "list[Weights]":
@@ -116,17 +132,35 @@ class Model:
             return self._trace(rank_tokens, mode)
         # The longest sequence and four of them: memory and work are linear in tokens between.
         low, high = (n * max(512, longest // 512 * 512) for n in (1, 4))
-        shortest, longest_trace = self._trace(low, mode), self._trace(high, mode)
+        shortest, longest_trace = (self._trace_by_layers(n, mode) for n in (low, high))
         return interpolated(shortest, longest_trace, low, high, rank_tokens)
 
     @cache  # noqa: B019
-    def _trace(self, rank_tokens: int, mode: str) -> Trace:
+    def _trace_by_layers(self, rank_tokens: int, mode: str) -> Trace:
+        """Trace a few layers, and others like them by the line through two traces.
+
+        Memory, work and operations are linear in equal layers, behind those that differ.
+        """
+        text = self.shape.get_text_config()
+        differing = getattr(text, "layer_types", None) or getattr(text, "mlp_only_layers", None)
+        if differing or text.num_hidden_layers <= SHALLOW[1]:
+            return self._trace(rank_tokens, mode)
+        traces = [self._trace(rank_tokens, mode, layers) for layers in SHALLOW]
+        return interpolated(*traces, *SHALLOW, text.num_hidden_layers)
+
+    @cache  # noqa: B019
+    def _shallow(self, layers: int) -> tuple[PreTrainedModel, Checkpointing]:
+        return self._make(layers)
+
+    @cache  # noqa: B019
+    def _trace(self, rank_tokens: int, mode: str, layers: int | None = None) -> Trace:
         longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
+        model, checkpointing = (
+            (self._meta_model, self._checkpointing) if layers is None else self._shallow(layers)
+        )
         with pretend_cuda():
-            self._checkpointing.mode = mode if mode != "auto" else "full"
-            return trace_step(
-                self._meta_model, self.family, rank_tokens, longest=longest, chunk=chunk
-            )
+            checkpointing.mode = mode if mode != "auto" else "full"
+            return trace_step(model, self.family, rank_tokens, longest=longest, chunk=chunk)
 
     @cache  # noqa: B019
     def images(self, tokens: int) -> Trace:

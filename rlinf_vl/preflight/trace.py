@@ -198,9 +198,12 @@ class Trace:
     forward: Work
 
 
-def interpolated(first: Trace, second: Trace, low: int, high: int, tokens: int) -> Trace:
-    """Return a trace of `tokens` tokens on the line through traces of `low` and `high` ones."""
-    share = (tokens - low) / (high - low)
+def interpolated(first: Trace, second: Trace, low: int, high: int, size: int) -> Trace:
+    """Return the trace for `size` on the line through those for `low` and `high`.
+
+    They are numbers of tokens, or of equal layers.
+    """
+    share = (size - low) / (high - low)
 
     def between(a: int, b: int) -> int:
         return max(0, round(a + share * (b - a)))
@@ -209,7 +212,7 @@ def interpolated(first: Trace, second: Trace, low: int, high: int, tokens: int) 
         return Work(
             between(a.products, b.products),
             between(a.grouped, b.grouped),
-            a.per_pair,  # of a pair, however many there are
+            between(a.per_pair, b.per_pair),
             between(a.moved, b.moved),
         )
 

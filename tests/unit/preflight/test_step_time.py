@@ -127,3 +127,15 @@ def test_the_traces_work_is_that_of_the_products(model):
 def test_kinds_go_by_size():
     assert kind_of_size(80).name == "h100" and kind_of_size(141).name == "h200"
     assert GPU_KINDS["h200"].memory > GPU_KINDS["h100"].memory
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_traces_of_a_few_layers_tell_those_of_many(tmp_path, mode):
+    """Exactly, at the numbers of tokens that are traced."""
+    tiny_config(
+        "qwen3_vl_moe", text={"num_hidden_layers": 9, "mlp_only_layers": []}
+    ).save_pretrained(tmp_path)
+    model = Model(parse_config(FLAGSHIP), str(tmp_path))
+    whole = model.step(3072, mode=mode)
+    model.interpolates = True
+    assert model._trace_by_layers(3072, mode) == whole
