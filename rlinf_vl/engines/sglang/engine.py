@@ -27,7 +27,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from itertools import chain, groupby
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
 from rlinf_vl.engines.sglang import messages
@@ -52,12 +52,12 @@ from rlinf_vl.engines.sglang.settings import (
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.loading import (
-    load_model,
     part_of,
     saved_buffers,
     stored_as_in_memory,
     weight_shapes,
 )
+from rlinf_vl.models.partial import load_skeleton, load_weights, weight_groups
 from rlinf_vl.types import Completion, ImageRef, Request
 from rlinf_vl.weights.buckets import Bucket, Label, group_by_size, read_buckets
 from rlinf_vl.weights.delta import Delta
@@ -139,18 +139,18 @@ class SglangEngine:
                 GENERAL_PATHS: [family.vision_tower, family.text_model],
             }
         arguments = settings.server_arguments(kv_tokens, model_config)
-        model = None
         # SGLang would read such a checkpoint transposed, or die of it: send it the weights instead.
         # The general model has names in memory, which those of a checkpoint need not be.
-        if family.is_general_in_sglang or stored_as_in_memory(settings.model_path, family, shapes):
+        must_be_sent = family.is_general_in_sglang or stored_as_in_memory(
+            settings.model_path, family, shapes
+        )
+        if must_be_sent:
             arguments["load_format"] = "dummy"
-            trust = settings.trust_remote_code
-            model = load_model(settings.model_path, family, settings.dtype, trust_remote_code=trust)
         self.host = self.requests.host = Host(arguments)
         try:
             self._check_processor(family)
-            if model is not None:
-                self._send_all(model, family)
+            if must_be_sent:
+                self._send_all(family)
         except BaseException:
             self.close()  # its processes would outlive the failure
             raise
@@ -166,16 +166,23 @@ class SglangEngine:
                 f"SGLang would process images by {processor.__module__}, not by {PROCESSORS}"
             )
 
-    def _send_all(self, model: PreTrainedModel, family: Family) -> None:
-        """Give SGLang all weights of the model, and the buffers that checkpoints have."""
-        weights = (
-            part
-            for name, p in model.named_parameters()
-            for part in family.engine_names(name, p.detach())
-        )
-        buffers = saved_buffers(model) if family.is_general_in_sglang else {}
+    def _send_all(self, family: Family) -> None:
+        """Give SGLang all weights of the checkpoint, and its buffers, a block of layers at a time."""
+        path, dtype = self.settings.model_path, self.settings.dtype
+        trust = self.settings.trust_remote_code
+        skeleton = load_skeleton(path, family, dtype, trust_remote_code=trust)
+        # SGLang's own classes have no buffers that are read.
+        buffers = saved_buffers(skeleton) if family.is_general_in_sglang else {}
         self.shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
-        self.load_weights(map(dict, group_by_size(chain(weights, buffers.items()))), version=0)
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for names in weight_groups(skeleton, family):
+                group = load_weights(path, family, dtype, names, trust_remote_code=trust)
+                for name in names:
+                    yield from family.engine_names(name, group.pop(name))
+            yield from buffers.items()
+
+        self.load_weights(map(dict, group_by_size(weights())), version=0)
 
     def _checked_config(self, family: Family) -> Any:
         """Return the checkpoint's config, after checking that it, the settings and this machine go
