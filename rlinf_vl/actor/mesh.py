@@ -31,8 +31,8 @@ from rlinf_vl.transport.rendezvous import TIMEOUT, Store
 #: Parameters up to which a model is one FSDP unit: gathering it at once takes less memory than
 #: anything else, and less time than a round trip for each block.
 ONE_UNIT = 2**24
-#: Bytes of a rank's shards that `whole_tensors` gathers at once.
-GATHERED_BYTES = 2**25
+#: Bytes of whole weights that `whole_tensors` gathers at once.
+GATHERED_BYTES = 2**27
 
 
 def join_ranks(device: str, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
@@ -244,17 +244,17 @@ def whole_tensors(values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[
     """Yield the values by name in order, DTensors whole. Collective; every rank must exhaust it.
 
     Shards are gathered many at a time: a round trip for each would take longer than its bytes,
-    unless they are many.
+    unless they are many. However many ranks there are, the whole weights are bounded.
     """
     pending: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, value in values:
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if pending and (size + local.nbytes > GATHERED_BYTES or value.dtype != pending[0][1].dtype):
+        whole_bytes = value.numel() * value.element_size()
+        if pending and (size + whole_bytes > GATHERED_BYTES or value.dtype != pending[0][1].dtype):
             yield from _gathered(pending)
             pending, size = [], 0
         pending.append((name, value))
-        size += local.nbytes
+        size += whole_bytes
     yield from _gathered(pending)
 
 
