@@ -1,7 +1,6 @@
 """Ranks that read their own rows of a checkpoint: they have what transformers loads, they train as with whole weights, and
 what they need of host memory while they load."""
 
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peak_memory import PeakOfMemory
 from safetensors.torch import load_file, save_file
 from tiny import MEMBERS, tiny_config, tiny_model
 from torch.distributed.tensor import DTensor
@@ -240,31 +240,6 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(processes, saved, tmp_path)
     name = drop_a_weight(saved("qwen3_vl"), tmp_path)
     with pytest.raises(AssertionError, match=f"lacks .*{name}"):
         processes.run(2, read, str(tmp_path), "qwen3_vl", torch.float32, 2)
-
-
-class PeakOfMemory:
-    """The most anonymous memory of this process above that at the beginning, in bytes, looked at all the time: what is mapped from
-    files does not count."""
-
-    def __enter__(self) -> "PeakOfMemory":
-        self.start, self.peak, self._ended = anonymous(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.001):
-            self.peak = max(self.peak, anonymous() - self.start)
-
-    def __exit__(self, *_) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
-def anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def peak_of_loading(folder: str, family: str, by_shards: bool) -> tuple[int, int]:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
