@@ -135,9 +135,10 @@ def _products(
         )
     n_rows = len(rows)
     if not n_rows:
-        # The weights must be in the graph all the same, or FSDP2 would not reduce their gradients
-        # on this rank, while others wait for it: one row of zeros stands in.
-        rows, counts = rows.new_zeros(1, rows.shape[1]), counts.clone()
+        # Rows and weights must be in the graph all the same: backward has an exchange for the rows,
+        # and FSDP2 reduces the weights' gradients, for both of which other ranks would wait. One
+        # row of zeros stands in.
+        rows, counts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), counts.clone()
         counts[0] = 1
     ends = counts.cumsum(0).to(torch.int32)
     gate, up = F.grouped_mm(rows, gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)

@@ -48,11 +48,11 @@ LAYOUTS = {
     "4, adapters, ranks without tokens": (replace(REPLAY, **FOUR, **ADAPTERS, minibatches=4), "mixed"),
     "4, ranks without rows": (replace(REPLAY, **FOUR, routes=(1, 2), budget=90), "mixed"),
     "4, all to one expert": (replace(REPLAY, **FOUR, routes=(5,), sizes=ONE_EXPERT, minibatches=2, reshard=False), "mixed"),
-    "4, all to one, adapters": (replace(REPLAY_SHARED, **FOUR, routes=(1, 0), **ADAPTERS, checkpointing="full"), "text"),
+    "4, all to one, adapters": (replace(REPLAY_SHARED, **FOUR, routes=(1, 0), **ADAPTERS, checkpointing="full"), "mixed"),
 }  # fmt: skip
 
 
-@pytest.mark.quick("2, context", "4, ranks without tokens", "2 of 4, copies, adapters")
+@pytest.mark.quick("2, context", "4, ranks without tokens", "4, all to one expert")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_changes_no_step(name, processes):
     layout, kind = LAYOUTS[name]
