@@ -87,19 +87,19 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
         trust_remote_code=rollout.trust_remote_code,
     )
 
-    expert_rows = None if mesh.experts is None else expert_sharding.reading_order(mesh.experts)
     # Quantization needs whole weights, and every rank has all of them.
     is_quantized = actor.model.is_lora and actor.model.lora.quantization != "none"
 
     def load(dtype: torch.dtype) -> PolicyModel:
         shards: Shards = {}
         if mesh.shards_weights and not is_quantized:
+            experts = mesh.experts
             model, shards = load_shards(
                 path,
                 family,
                 dtype,
                 mesh.sharding,
-                experts=expert_rows,
+                experts=None if experts is None else expert_sharding.reading_order(experts),
                 trust_remote_code=rollout.trust_remote_code,
             )
         else:

@@ -5,19 +5,22 @@
 | processes | actor ranks and engines, without weights |
 | offloaded ranks | what `actor.enable_offload` or `cpu_offload` keeps there of weights and optimizer |
 | sleeping engines | weights that engines bring back from host memory when they wake |
-| sent weights | the copy of rank 0, for engines that start later; with `delta` each rank's part |
+| sent weights | the copy of each rank's part, for engines that start later |
 | checkpoint | the copy that is written while training goes on (`runner.async_save`) |
 | object store | Ray's: groups with their images, and weights of `object_store` |
 """
 
+import copy
 from collections import Counter
 
+from rlinf_vl.config.engines import wakes_empty
 from rlinf_vl.config.placement import Placement
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import release_tags
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.preflight.ledger import GIB, Parts
 from rlinf_vl.preflight.model import Model
+from rlinf_vl.weights.strategy import Site, choose_strategy
 
 #: Resident memory of a process with PyTorch, CUDA's libraries and its own buffers.
 PROCESS_BYTES = 4 * GIB
@@ -41,12 +44,16 @@ def host_memory(config: Config, model: Model, placement: Placement, gpu_bytes: i
         parts["offloaded ranks"] = ranks * state
     tp = min(map(len, placement.engines))
     engine_bytes = itemsize * weights.total // tp
-    if placement.shared and "weights" in release_tags(engine_bytes, gpu_bytes):
+    site = Site("cuda", placement.shared, placement.beside_actors)
+    resolved = copy.deepcopy(config)
+    resolved.rollout.weight_sync = choose_strategy(config.rollout.weight_sync, site).name
+    is_empty = wakes_empty(resolved)
+    sleeps = placement.shared and "weights" in release_tags(engine_bytes, gpu_bytes)
+    if sleeps and not is_empty:
         parts["sleeping engines"] = engine_slots * engine_bytes
-    sent = itemsize * weights.engine_elements
-    if config.rollout.weight_sync == "delta":
-        sent = ranks * sent // shard
-    parts["sent weights"] = sent
+    # Engines that wake empty get frozen weights, too.
+    sent = itemsize * (weights.total if sleeps and is_empty else weights.engine_elements)
+    parts["sent weights"] = ranks * sent // shard
     if config.runner.async_save and config.runner.save_interval > 0:
         parts["checkpoint"] = ranks * 12 * trained
     store = config.cluster.object_store_memory or STORE_BYTES

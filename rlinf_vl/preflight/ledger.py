@@ -366,7 +366,9 @@ def _rank(
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
     sent_itemsize = _bytes(config.rollout.model.precision)
     sync = {
-        "gathered weights": (4 + sent_itemsize) * weights.largest,
+        # A weight is cast, then gathered (`actor.mesh.whole_tensors`): one whole, and its copy in
+        # the order of its rows, or the one before.
+        "gathered weights": 2 * sent_itemsize * weights.largest,
         "buckets in flight": strategy.sender_peak_bytes(sent_itemsize * weights.largest),
     }
     # Shards that were read go to the device as they are. Of whole weights FSDP2 moves a unit there,

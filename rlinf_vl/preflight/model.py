@@ -26,7 +26,14 @@ from rlinf_vl.models.family import Family, submodules
 from rlinf_vl.models.loading import DTYPES, part_of, use_packed_attention
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
 from rlinf_vl.models.recompute import Checkpointing, checkpoint_blocks
-from rlinf_vl.preflight.trace import Trace, interpolated, pretend_cuda, trace_images, trace_step
+from rlinf_vl.preflight.trace import (
+    Trace,
+    Work,
+    interpolated,
+    pretend_cuda,
+    trace_images,
+    trace_step,
+)
 from rlinf_vl.user_code import is_code
 
 #: config.json of common hub models, with the keys that decide on memory.
@@ -39,6 +46,8 @@ SHALLOW = (4, 6)
 #: Rows of the busiest rank's experts over those of the mean, with expert parallelism. Routers with a
 #: balance loss stay below it in most layers; `actor/expert_load` is the same of single experts.
 EXPERT_IMBALANCE = 1.25
+#: The trace of a model that traces nothing.
+NO_TRACE = Trace(0, {}, 0, 0, Work(), Work())
 #: More tokens in a micro-batch are not traced: a trace's time grows with its tokens.
 MOST_TOKENS = 2**21
 
@@ -51,9 +60,13 @@ class Model:
         weights: numbers of its parameters.
         stored: bytes of each weight in a rank, but for adapters, which have 4, and quantized ones.
         interpolates: whether `step` estimates traces from two of them, for a search over budgets.
+        by_layers: whether `step` traces a few equal layers, and estimates the others.
+        traces: whether passes are traced; otherwise they take nothing, for a lower bound.
     """
 
     interpolates = False
+    by_layers = False
+    traces = True
 
     def __init__(self, config: Config, path: str | None = None) -> None:
         """Make the model on the meta device.
@@ -126,8 +139,12 @@ class Model:
                 "GPU holds; set it to 16384, or to what 'python -m rlinf_vl preflight' then says "
                 "is the largest that fits"
             )
+        if not self.traces:
+            return NO_TRACE
         rank_tokens = -(-tokens // (context or self._config.actor.context_parallel_size))
         longest = self._config.runner.seq_length
+        if self.by_layers:
+            return self._trace_by_layers(rank_tokens, mode)
         if not self.interpolates:
             return self._trace(rank_tokens, mode)
         # The longest sequence and four of them: memory and work are linear in tokens between.
@@ -165,6 +182,8 @@ class Model:
     @cache  # noqa: B019
     def images(self, tokens: int) -> Trace:
         """Trace `trace_images` on CUDA for `tokens`."""
+        if not self.traces:
+            return NO_TRACE
         if not self.interpolates:
             return self._trace_images(tokens)
         low, high = 2048, 8192
@@ -347,6 +366,7 @@ class Weights:
         )
         self.block_experts, self.block_trained_experts = max(expert_weights)
 
+    @cache  # noqa: B019  # as many as models
     def shard(self, ranks: int, trained: bool = False) -> int:
         """Return the elements that rank 0 of `ranks` has.
 

@@ -4,23 +4,28 @@ A layout is a set of changes of keys that leave the algorithm alone: placement, 
 parallel sizes, recomputation, offloading and budget. Every layout is a config of its own, which
 `validate_config` accepts and whose ledger, on every GPU and in host memory, has no problem.
 
-The search is over products of the keys' values, pruned by what can only lose: rows are cut up
-(`context_parallel_size`) and optimizer states kept by the CPU (`cpu_offload`) only where nothing
-fits without. Memory in between is from traces of two budgets (`Model.interpolates`); the layouts
-that are reported are counted again from traces of their own.
+The search is over products of the keys' values. It is pruned by closed forms: what does not fit
+without any activations is not traced. Experts are shared out wherever ranks can, inside a machine.
+Rows are cut up (`context_parallel_size`) and optimizer states kept by the CPU (`cpu_offload`) only
+for placements of a kind, shared or split, where nothing fits without. Recomputation and
+`reshard_after_forward` are what the ledger makes of `auto` with the smallest budget, or those that
+take the least memory, with a larger budget.
+
+Memory between two budgets is from traces of both (`Model.interpolates`); the layouts that are
+reported are counted again from traces of their own budget (`Model.by_layers`).
 """
 
+import copy
 import itertools
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.placement import Placement, placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.loading import DTYPES
-from rlinf_vl.models.recompute import MODES
 from rlinf_vl.preflight.advice import (
     BUDGET,
     ENGINE_SHARE,
@@ -46,8 +51,13 @@ CHECKPOINTING = "actor.fsdp_config.gradient_checkpointing"
 OFFLOAD = "actor.enable_offload"
 CPU_OFFLOAD = "actor.fsdp_config.cpu_offload"
 SHARE = "rollout.gpu_memory_utilization"
-#: GiB of host memory of a machine for each of its GPUs, where nothing else is said.
-HOST_GIB_PER_GPU = 128
+#: The actor's shares of the GPUs that are tried where engines have their own.
+SPLITS = (0.25, 0.5, 0.75, 0.875)
+#: How a model's passes are counted: not at all, from two budgets, from the budget itself.
+CLOSED_FORMS, BUDGETS, EXACT = "closed forms", "budgets", "exact"
+#: GiB of host memory of a machine for each of its GPUs, where nothing else is said: the least that
+#: clouds have beside 8 × 80 GB (p4de.24xlarge); beside H100 it is usually 224 or more.
+HOST_GIB_PER_GPU = 144
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class Search:
         self.host_bytes = host_bytes or HOST_GIB_PER_GPU * GIB * hardware.gpus
         self.report = report
         self.tried = 0
-        self._models: dict[tuple[object, ...], Model] = {}
+        self._models: dict[tuple[object, ...], dict[str, Model]] = {}
         # Changes are only those from the config, so that what is printed is short.
         nodes = Change("cluster.num_nodes", hardware.nodes)
         self._nodes = () if config.cluster.num_nodes == hardware.nodes else (nodes,)
@@ -119,20 +129,24 @@ class Search:
         """Return the `best` layouts, each with another placement or size of engines."""
         natural = tuple(self._natural())
         fitting: list[Layout] = []
+        unsolved = {True, False}  # kinds of placements: shared, split
         # From what costs nothing to what costs most: rows cut up, then the CPU's optimizer.
         for context, cpu_offload in ((1, False), (2, False), (4, False), (8, False), (1, True)):
-            candidates = list(self._candidates(context, cpu_offload))
+            candidates = self._candidates(context, cpu_offload, unsolved)
+            roomy = [(shared, changes) for shared, changes in candidates if self._has_room(changes)]
             self.report(
-                f"counting {len(candidates)} layouts with {CP}={context}"
+                f"{len(roomy)} layouts have room for weights and optimizer with {CP}={context}"
                 + f" and {CPU_OFFLOAD}=true" * cpu_offload
             )
-            for changes in candidates:
-                fitting += self._layouts(changes)
-            if fitting:
-                break
+            for number, (shared, changes) in enumerate(roomy, 1):
+                layouts = list(self._layouts(changes))
+                unsolved -= {shared} if layouts else set()
+                fitting += layouts
+                if number % 20 == 0:
+                    self.report(f"counted {number} of {len(roomy)}: {len(fitting)} fit")
         fitting.sort(key=lambda layout: layout.time.total)
-        layouts = tuple(itertools.islice(self._confirmed(fitting), best))
-        ranked = sorted(layouts, key=lambda layout: layout.time.total)
+        confirmed = tuple(itertools.islice(self._confirmed(fitting), best))
+        ranked = sorted(confirmed, key=lambda layout: layout.time.total)
         return Found(tuple(ranked), self.tried, natural)
 
     def _natural(self) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -144,36 +158,48 @@ class Search:
         for name, changes in names.items():
             try:
                 config = self._applied(changes)
-                problems = ledger(config, self.hardware, self._model(config)).problems
+                problems = ledger(config, self.hardware, self._model(config, BUDGETS)).problems
             except (ConfigError, ValueError) as error:
                 problems = (str(error),)
             if problems:
                 yield name, problems
 
-    def _candidates(self, context: int, cpu_offload: bool) -> Iterator[tuple[Change, ...]]:
-        """Yield the changes of each layout, but for its budget."""
+    def _candidates(
+        self, context: int, cpu_offload: bool, kinds: Collection[bool]
+    ) -> list[tuple[bool, tuple[Change, ...]]]:
+        """Return each layout as its placement's kind and its changes, but for its budget.
+
+        `kinds`: of placements, of which others are left out.
+        """
         strategies = ("fsdp2", "hsdp") if self.hardware.nodes > 1 else ("fsdp2",)
+        candidates: list[tuple[bool, tuple[Change, ...]]] = []
         for placement, ranks, is_shared in self._placements():
-            if ranks % context:
+            if ranks % context or is_shared not in kinds:
                 continue
             offloads = (False, True) if is_shared and not cpu_offload else (False,)
             products = itertools.product(
-                self._engines(), strategies, self._expert_sizes(ranks), MODES,
-                (True, False), offloads,
-            )  # fmt: skip
-            for engine, strategy, experts, mode, reshard, offload in products:
-                yield (
+                self._engines(), strategies, self._expert_sizes(ranks), offloads
+            )
+            for engine, strategy, experts, offload in products:
+                changes = (
                     Change(PLACEMENT, placement),
                     *engine,
                     Change(STRATEGY, strategy),
                     *([Change(EP, experts)] if experts else []),
                     Change(CP, context),
-                    Change(CHECKPOINTING, mode),
-                    Change(RESHARD, reshard),
+                    Change(CHECKPOINTING, "auto"),
+                    Change(RESHARD, "auto"),
                     Change(OFFLOAD, offload),
                     Change(CPU_OFFLOAD, cpu_offload),
                     Change(SHARE, "auto"),
                 )
+                candidates.append((is_shared, changes))
+        return candidates
+
+    def _has_room(self, changes: tuple[Change, ...]) -> bool:
+        """Return whether these changes fit without any activations, by closed forms."""
+        smallest = Change(BUDGET, min_budget(self.config))
+        return self._fits((*changes, smallest), CLOSED_FORMS) is not None
 
     def _placements(self) -> Iterator[tuple[dict[str, str], int, bool]]:
         """Yield a placement, its number of ranks, and whether engines share their GPUs."""
@@ -183,7 +209,7 @@ class Search:
         if self.config.rollout.rollout_backend != "sglang" and gpus * nodes == 1:
             return
         whole, word = (nodes, "nodes ") if nodes > 1 else (gpus, "")
-        for share in (0.25, 0.5, 0.75):
+        for share in SPLITS:
             actor = round(share * whole)
             if 0 < actor < whole:
                 entries = (0, actor - 1), (actor, whole - 1)
@@ -196,7 +222,7 @@ class Search:
 
         Experts whole, where they can be, read fewer slices; attention in groups keeps no key twice.
         """
-        model, sglang = self._model(self.config), self.config.rollout.sglang
+        model, sglang = self._model(self.config, CLOSED_FORMS), self.config.rollout.sglang
         mixture = model.family.mixture(model.shape)
         kv_heads = model.family.decode_state(model.shape).kv_heads
         for size in self._engine_sizes():
@@ -212,9 +238,9 @@ class Search:
         if self.config.rollout.rollout_backend != "sglang":
             return [1]
         itemsize = DTYPES[self.config.rollout.model.precision].itemsize
-        text = self._model(self.config).shape.get_text_config()
+        text = self._model(self.config, CLOSED_FORMS).shape.get_text_config()
         room = ENGINE_SHARE * self.hardware.usable
-        weight_bytes = itemsize * self._model(self.config).weights.total
+        weight_bytes = itemsize * self._model(self.config, CLOSED_FORMS).weights.total
         sizes = [
             size
             for size in (1, 2, 4, 8)
@@ -226,69 +252,90 @@ class Search:
 
     def _expert_sizes(self, ranks: int) -> list[int | None]:
         """Return the sizes of expert parallelism; [None] for a model without experts."""
-        model = self._model(self.config)
+        model = self._model(self.config, CLOSED_FORMS)
         mixture = model.family.mixture(model.shape)
         if mixture is None or not hasattr(self.config.actor.fsdp_config, EP.rpartition(".")[2]):
             return [None]
-        sizes = (1, 2, 4, 8, 16, 32, 64)
-        return [n for n in sizes if ranks % n == 0 and mixture.experts % n == 0]
+        # Rows of tokens should not leave a machine.
+        sizes = [n for n in (1, 2, 4, 8) if n <= self.hardware.gpus]
+        valid = [n for n in sizes if ranks % n == 0 and mixture.experts % n == 0]
+        # Each rank would gather all experts of a layer otherwise.
+        return [n for n in valid if n > 1] or valid
 
     def _layouts(self, changes: tuple[Change, ...]) -> Iterator[Layout]:
-        """Yield the layout of these changes with the largest budget that fits, if any does."""
+        """Yield the layouts of these changes with the largest budgets that fit, if any does.
+
+        The one recomputes as little as it can with the smallest budget, the other all.
+        """
         smallest = Change(BUDGET, min_budget(self.config))
-        layout = self._counted((*changes, smallest), self._model, check=False)
+        layout = self._counted((*changes, smallest))
         if layout is None:
             return
-        budget = largest_budget(layout.ledger, self._model(layout.config))
-        if budget > smallest.value:
-            layout = self._counted((*changes, Change(BUDGET, budget)), self._model) or layout
-        yield layout
+        fsdp = layout.config.actor.fsdp_config
+        settled = (fsdp.gradient_checkpointing, fsdp.reshard_after_forward)
+        for mode, reshard in dict.fromkeys((settled, ("full", True))):
+            values = {CHECKPOINTING: mode, RESHARD: reshard}
+            explicit = [Change(key, values.get(key, value)) for key, value in changes]
+            layout = self._counted((*explicit, smallest))
+            if layout is None:
+                continue
+            budget = Change(BUDGET, largest_budget(layout.ledger, self._model(layout.config)))
+            if budget.value > smallest.value:
+                layout = self._counted((*explicit, budget)) or layout
+            yield layout
 
-    def _counted(
-        self,
-        changes: tuple[Change, ...],
-        model_of: Callable[[Config], Model],
-        *,
-        check: bool = True,
-    ) -> Layout | None:
-        """Return the layout of these changes; None if it does not fit, or is not valid."""
-        self.tried += 1
+    def _fits(
+        self, changes: tuple[Change, ...], passes: str, *, check: bool = False
+    ) -> tuple[Model, Placement, Ledger, int] | None:
+        """Return the model, placement and memory of these changes: of a GPU, and of the host.
+
+        None if they do not fit, or are not valid. `passes`: how they are counted.
+        """
         try:
             config = self._applied(changes)
             if check:
                 validate_config(config)
             nodes = (self.hardware.gpus,) * self.hardware.nodes
             placement = placement_of(config, nodes)
-            model = model_of(config)
+            model = self._model(config, passes)
             memory = ledger(config, self.hardware, model, placement)
         except (ConfigError, ValueError):
             return None
-        parts = host_memory(config, model, placement, self.hardware.gpu_bytes)
-        if memory.problems or sum(parts.values()) > self.host_bytes:
+        if memory.problems:
             return None
-        time = estimate_step(config, model, placement, self.rates, self.lengths, memory.kv_tokens)
-        return Layout(changes, config, time, memory, sum(parts.values()))
+        parts = host_memory(config, model, placement, self.hardware.gpu_bytes)
+        host_bytes = sum(parts.values())
+        return (model, placement, memory, host_bytes) if host_bytes <= self.host_bytes else None
+
+    def _counted(
+        self, changes: tuple[Change, ...], passes: str = BUDGETS, *, check: bool = False
+    ) -> Layout | None:
+        """Return the layout of these changes; None if it does not fit, or is not valid."""
+        self.tried += 1
+        fit = self._fits(changes, passes, check=check)
+        if fit is None:
+            return None
+        model, placement, memory, host_bytes = fit
+        # The ledger's config has values for what is automatic.
+        time = estimate_step(
+            memory.config, model, placement, self.rates, self.lengths, memory.kv_tokens
+        )
+        return Layout(changes, memory.config, time, memory, host_bytes)
 
     def _confirmed(self, fitting: Sequence[Layout]) -> Iterator[Layout]:
         """Yield the first layout of each placement and size of engines, counted exactly."""
-        exact: dict[tuple[object, ...], Model] = {}
-
-        def model_of(config: Config) -> Model:
-            key = model_key(config)
-            if key not in exact:
-                exact[key] = Model(config)
-            return exact[key]
-
         kinds = set()
         for layout in fitting:
             kind = str([change for change in layout.changes if change.key in (PLACEMENT, TP)])
             if kind in kinds:
                 continue
             self.report(f"tracing {layout.overrides}")
-            confirmed = self._counted(layout.changes, model_of)
+            confirmed = self._counted(layout.changes, EXACT, check=True)
             if confirmed is None:  # the line through two traces was a little below the third
-                smaller = Change(BUDGET, int(0.9 * layout.changes[-1].value) // 512 * 512)
-                confirmed = self._counted((*layout.changes[:-1], smaller), model_of)
+                smaller = int(0.9 * layout.changes[-1].value) // 512 * 512
+                budget = Change(BUDGET, max(min_budget(self.config), smaller))
+                changes = (*layout.changes[:-1], budget)
+                confirmed = self._counted(changes, EXACT, check=True)
             if confirmed is not None:
                 kinds.add(kind)
                 yield confirmed
@@ -296,10 +343,13 @@ class Search:
     def _applied(self, changes: Sequence[Change]) -> Config:
         return applied(self.config, [*self._nodes, *changes])
 
-    def _model(self, config: Config) -> Model:
-        """Return the config's model, with estimated traces."""
-        key = model_key(config)
-        if key not in self._models:
-            self._models[key] = model = Model(config)
-            model.interpolates = True
-        return self._models[key]
+    def _model(self, config: Config, passes: str = BUDGETS) -> Model:
+        """Return the config's model; `passes`: how they are counted."""
+        models = self._models.setdefault(model_key(config), {})
+        if passes not in models:
+            # A copy has the same modules; its traces are its own.
+            models[passes] = model = copy.copy(next(iter(models.values()), None) or Model(config))
+            model.interpolates = passes == BUDGETS
+            model.by_layers = passes == EXACT
+            model.traces = passes != CLOSED_FORMS
+        return models[passes]

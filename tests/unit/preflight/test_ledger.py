@@ -43,8 +43,8 @@ AUTOMATIC = tuple(text.partition("=")[0] + "=auto" for text in SMALLEST)
     ("cards", "tokens", "chosen"),
     [
         ((8, 80), 16384, ("none", False)),
-        ((8, 48), 16384, ("mlp", False)),
-        ((8, 24), 8192, ("full", True)),
+        ((8, 48), 16384, ("selective", True)),
+        ((8, 24), 8192, ("mlp", True)),
         ((1, 24), 16384, ("full", True)),
     ],
 )
