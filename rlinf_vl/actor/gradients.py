@@ -48,7 +48,7 @@ def _rescale_experts(mesh: Mesh, experts: Sequence[nn.Parameter]) -> None:
         assert mesh.experts is not None
         gradients = [p.grad.to_local() for p in experts if isinstance(p.grad, DTensor)]
         if gradients:
-            torch._foreach_div_(gradients, mesh.experts["expert"].size())
+            torch._foreach_div_(gradients, mesh.experts["expert"].size())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _expert_norm(mesh: Mesh, experts: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -30,6 +30,7 @@ from rlinf_vl.models.loading import (
     saved_buffers,
 )
 from rlinf_vl.models.lora import (
+    LoraSettings,
     add_adapters,
     is_adapter,
     merge_adapters,
@@ -55,7 +56,7 @@ class Origin(NamedTuple):
     config: DictConfig  # the run's
 
     @property
-    def lora(self) -> DictConfig | None:
+    def lora(self) -> LoraSettings | None:
         """The settings of the adapters that the run trained; None if it trained none."""
         return self.config.actor.model.lora if self.config.actor.model.is_lora else None
 

@@ -135,7 +135,7 @@ def choose_donors(images: Mapping[int, Sequence[ImageFacts]], seed: int) -> Dono
 
 def _draw(candidates: Sequence[tuple[Donor, int]], own: set[int], name: str) -> Donor | None:
     """Draw a candidate whose image is none of `own`; None if there is none."""
-    start = _random(name).integers(len(candidates))
+    start = int(_random(name).integers(len(candidates)))
     for k in range(len(candidates)):
         donor, number = candidates[(start + k) % len(candidates)]
         if number not in own:

@@ -166,7 +166,7 @@ def _mark_kept_layers(block: nn.Module) -> None:
     for linear in linears:
         if linear.in_features >= LEAST_WIDTH * widest and linear not in mlp_linears[-1:]:
             modes = ("selective",) if linear in mlp_linears else KEEPS_ATTENTION
-            linear.kept_in = modes  # pyright: ignore[reportAttributeAccessIssue]  # read by `modes_keeping`
+            vars(linear)["kept_in"] = modes  # read by `modes_keeping`
             linear.forward = types.MethodType(_kept_linear_forward, linear)
 
 

@@ -162,8 +162,8 @@ class Model:
         differing = getattr(text, "layer_types", None) or getattr(text, "mlp_only_layers", None)
         if differing or text.num_hidden_layers <= SHALLOW[1]:
             return self._trace(rank_tokens, mode)
-        traces = [self._trace(rank_tokens, mode, layers) for layers in SHALLOW]
-        return interpolated(*traces, *SHALLOW, text.num_hidden_layers)
+        few, more = (self._trace(rank_tokens, mode, layers) for layers in SHALLOW)
+        return interpolated(few, more, *SHALLOW, text.num_hidden_layers)
 
     @cache  # noqa: B019
     def _shallow(self, layers: int) -> tuple[PreTrainedModel, Checkpointing]:
