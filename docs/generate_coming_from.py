@@ -38,6 +38,8 @@ What is written is accepted by our schema; what is missing on this machine (data
 ways in: RLinf's published YAML runs as it is (`python -m rlinf_vl train theirs.yaml`), unless something in it is refused; an
 unknown key of a config or override that one of these systems has is answered with ours; and their rows and reward functions are
 taken as they are (`data.format`, [rewards](rewards.md)).
+
+Published results of EasyR1, PAPO, NoisyRollout, NeMo RL, prime-rl, VAGEN and RLinf are [recipes](recipes.md), converted already.
 """
 NOTES = {
     "verl": "Batches are counted in prompts, as ours. Engine and trainer share all GPUs, whatever `tensor_model_parallel_size` is.",

@@ -141,6 +141,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.cli.keys import describe
 
             print(describe(arguments.key))
+        case "recipes":
+            from rlinf_vl.recipes.main import main as show_recipes
+
+            return show_recipes(arguments)
         case "new":
             from rlinf_vl.cli.new import new
 

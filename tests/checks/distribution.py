@@ -65,7 +65,12 @@ def check_files(wheel_path: Path, sdist_path: Path) -> int:
         if path.is_file() and path.suffix != ".pyc" and not path.name.startswith(".")
     }
     assert "rlinf_vl/py.typed" in files and any(name.endswith(".jinja") for name in files)
-    examples = [path for path in EXAMPLES.rglob("*") if path.suffix in (".yaml", ".txt")]
+    examples = [
+        path
+        for path in EXAMPLES.rglob("*")
+        if path.suffix in (".yaml", ".txt")
+        or (path.suffix == ".py" and "recipes" in path.relative_to(EXAMPLES).parts)
+    ]
     assert {"toy-grpo-cpu.yaml", "qwen3-vl-2b-grpo-fsdp-geo3k.yaml"} <= {
         path.name for path in examples
     }
@@ -102,7 +107,11 @@ def check_command_line(installed: Path, empty: Path) -> None:
 
 def check_configs(installed: Path, empty: Path) -> None:
     """Configs load by name from any folder; a local model folder is made absolute, as workers of a cluster stand elsewhere."""
-    names = sorted(path.stem for path in EXAMPLES.rglob("*.yaml") if "launchers" not in path.parts)
+    names = sorted(
+        path.stem
+        for path in EXAMPLES.rglob("*.yaml")
+        if "launchers" not in path.parts and path.name != "recipe.yaml"
+    )
     (empty / "mine.yaml").write_text(
         "defaults: [rlinf_vl_schema, toy-grpo-cpu, _self_]\nrunner: {max_steps: 7}\n"
     )

@@ -50,6 +50,7 @@ ROOMS = {
         "prove", "rollout", "runtime", "weights",
     },
     "sweep": {"config", "observe", "preflight", "runtime"},
+    "recipes": {"config"},
     "report": {"config", "observe", "runtime"},
     "calibrate": {"actor", "config", "controller", "local", "preflight"},
     "look": {"controller", "data", "models", "observe", "packing", "report", "runtime"},

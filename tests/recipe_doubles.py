@@ -1,0 +1,49 @@
+"""The CPU double of a recipe: its algorithm, turns, environment and rewards with a toy model and toy data."""
+
+from rlinf_vl.config import load_config
+from rlinf_vl.config.toys import TOYS
+from rlinf_vl.recipes.catalog import recipes
+
+VARIANTS = [name for recipe in recipes().values() for name in recipe.variants]
+#: Family → the toy that stands in for its models; the toy's own has the architecture of Qwen3-VL.
+TOY_OF = {
+    toy.model_type: name
+    for name, toy in TOYS.items()
+    if name in ("toy-qwen3_5", "toy-qwen3_vl_moe")
+}
+
+
+def in_place_of_hub(name: str) -> list[str]:
+    """The overrides that put a toy where a recipe names the hub, and leave all else as it is."""
+    config = load_config(name)
+    model = TOY_OF.get(config.rollout.model.model_type, "toy")
+    overrides = [f"rollout.model.model_path={model}", "rollout.model.model_type=auto"]
+    if any(path.startswith("hf://") for path in config.data.train_data_paths):
+        keys = "data.prompt_key=problem", "data.answer_key=answer", "data.image_keys=[images]"
+        overrides += [f"data.train_data_paths=[{model}]", f"data.val_data_paths=[{model}]", *keys]
+    return overrides
+
+
+#: What a machine without a GPU and without SGLang asks for.
+ON_CPU = [
+    "cluster.device=cpu", "rollout.rollout_backend=torch", "rollout.tensor_parallel_size=1", "actor.enable_offload=false",
+    "rollout.sglang.attention_backend=null", "cluster.num_nodes=1", "actor.fsdp_config.expert_parallel_size=1",
+]  # fmt: skip
+
+
+def double_of(name: str) -> list[str]:
+    """The overrides that make a recipe small enough for one process on a CPU."""
+    algorithm = load_config(name).algorithm
+    return [
+        *in_place_of_hub(name), *ON_CPU, "cluster.backend=local",
+        "runner.schedule=sync", "runner.max_steps=2", "runner.val_before_train=false", "runner.val_check_interval=-1",
+        "runner.save_interval=-1", "runner.logger.logger_backends=[]", "data.val_samples=4",
+        "rollout.gpu_memory_utilization=auto", "rollout.model.precision=fp32", "actor.fsdp_config.mixed_precision.param_dtype=fp32",
+        "actor.fsdp_config.mixed_precision.reduce_dtype=fp32", "actor.fsdp_config.gradient_checkpointing=none",
+        "data.image_min_pixels=null", "data.image_max_pixels=null",
+        f"data.rollout_batch_size={algorithm.n_minibatches}", "algorithm.group_size=4",
+        "algorithm.sampling_params.max_new_tokens=8",
+        "algorithm.val_sampling_params.max_new_tokens=8",
+        # The toy's tokenizer makes more tokens of a text.
+        "data.max_prompt_length=2048", "runner.seq_length=4096", "runner.max_tokens_per_mbs=4096",
+    ]  # fmt: skip
