@@ -40,6 +40,9 @@ unknown key of a config or override that one of these systems has is answered wi
 taken as they are (`data.format`, [rewards](rewards.md)).
 
 Published results of EasyR1, PAPO, NoisyRollout, NeMo RL, prime-rl, VAGEN and RLinf are [recipes](recipes.md), converted already.
+
+Do the curves differ although the settings are equal? [Compare a batch](compare-batch.md): `compare-batch` names the first number
+of a recorded batch of theirs that our algorithm computes differently, and why.
 """
 NOTES = {
     "verl": "Batches are counted in prompts, as ours. Engine and trainer share all GPUs, whatever `tensor_model_parallel_size` is.",

@@ -270,6 +270,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.replay.main import main as replay
 
             return replay(arguments, entry.prepare_toys)
+        case "compare-batch":
+            from rlinf_vl.compare.main import main as compare_batch
+
+            return compare_batch(arguments)
         case "doctor":
             if arguments.smoke:
                 from rlinf_vl.smoke.main import main as smoke

@@ -331,6 +331,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     argument = verb(
+        "compare-batch",
+        "put another system's recorded batch through our algorithm; name the first column that "
+        "differs, and why",
+    )
+    argument("file", type=Path, metavar="FILE", help="a .json or .parquet file of one batch")
+    argument("--json", action="store_true", help="print the outcome as JSON")
+
+    argument = verb(
         "check-reward", "try a reward function on good, bad and hostile answers; say what it pays"
     )
     argument(

@@ -49,6 +49,7 @@ ROOMS = {
         "actor", "algorithms", "config", "controller", "data", "engines", "local", "models", "observe", "packing",
         "prove", "rollout", "runtime", "weights",
     },
+    "compare": {"algorithms", "config", "rewards"},
     "sweep": {"config", "observe", "preflight", "runtime"},
     "recipes": {"config"},
     "report": {"config", "observe", "runtime"},
