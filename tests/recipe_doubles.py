@@ -5,6 +5,12 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.recipes.catalog import recipes
 
 VARIANTS = [name for recipe in recipes().values() for name in recipe.variants]
+#: The last variant of each recipe that claims a double; those of its others differ in a setting or two.
+TRAINED = [
+    [name for name, variant in recipe.variants.items() if variant.state == "CPU double run"][-1:]
+    for recipe in recipes().values()
+]
+TRAINED = [name for names in TRAINED for name in names]
 #: Family → the toy that stands in for its models; the toy's own has the architecture of Qwen3-VL.
 TOY_OF = {
     toy.model_type: name
@@ -41,9 +47,9 @@ def double_of(name: str) -> list[str]:
         "rollout.gpu_memory_utilization=auto", "rollout.model.precision=fp32", "actor.fsdp_config.mixed_precision.param_dtype=fp32",
         "actor.fsdp_config.mixed_precision.reduce_dtype=fp32", "actor.fsdp_config.gradient_checkpointing=none",
         "data.image_min_pixels=null", "data.image_max_pixels=null",
-        f"data.rollout_batch_size={algorithm.n_minibatches}", "algorithm.group_size=4",
-        "algorithm.sampling_params.max_new_tokens=8",
-        "algorithm.val_sampling_params.max_new_tokens=8",
+        f"data.rollout_batch_size={algorithm.n_minibatches * max(1, 4 // algorithm.n_minibatches)}", "algorithm.group_size=4",
+        "algorithm.sampling_params.max_new_tokens=24",
+        "algorithm.val_sampling_params.max_new_tokens=24",
         # The toy's tokenizer makes more tokens of a text.
         "data.max_prompt_length=2048", "runner.seq_length=4096", "runner.max_tokens_per_mbs=4096",
     ]  # fmt: skip
