@@ -2,7 +2,8 @@
 
 The page shows what `doctor` and `preflight` print for pretended machines, so that it is the same wherever it is made.
 The GPUs that common models need take half an hour of a CPU: `python docs/generate_memory_page.py --sizes` counts them
-and writes docs/memory_sizes.json, which the page is made from. A test counts some of them again.
+and writes docs/memory_sizes.json, which the page is made from. A test counts some of them again. `--large` counts the
+tables of larger models, in a few minutes, and writes docs/memory_large.json.
 """
 
 import json
@@ -21,6 +22,7 @@ from rlinf_vl.preflight.table import render
 
 PAGE = Path(__file__).with_name("memory.md")
 SIZES = Path(__file__).with_name("memory_sizes.json")
+LARGE = Path(__file__).with_name("memory_large.json")
 #: Renders the section on activations.
 KEPT_ACTIVATIONS = runpy.run_path(str(PAGE.with_name("generate_kept_activations.py")))["render"]
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
@@ -104,6 +106,17 @@ PREFLIGHT = {
     ),
 }
 
+#: Larger models: config, hardware and overrides.
+LARGER = (
+    (
+        FLAGSHIP,
+        Hardware.named(8, 80),
+        ("rollout.model.model_path=Qwen/Qwen3.5-9B", "rollout.model.model_type=auto"),
+    ),
+    ("qwen3-vl-30b-a3b-grpo-fsdp-geo3k", Hardware.named(8, 80), ()),
+    ("qwen3-vl-235b-a22b-grpo-fsdp-geo3k", Hardware.named(8, 80, nodes=8), ()),
+)
+
 
 SIZES_HEAD = f"""
 ## How many GPUs a model needs
@@ -112,7 +125,9 @@ Cards of 24, 48 and 80 GB, by the ledger, for `{FLAGSHIP}` with the model's name
 2,048 tokens, the vision tower frozen, engines and trainer on the same GPUs (apart where an engine needs several). Counted are
 1, 2, 4 and 8 GPUs and 2, 4, 8 and 16 machines of 8, with the settings that `preflight` then advises. `*`: only with
 `{CPU_OFFLOAD}=true`, in which the CPU takes each optimizer step. `–`: on none of these. QLoRA of a mixture leaves
-its experts without adapters, and in bfloat16.
+its experts without adapters, and in bfloat16. The table was counted without expert parallelism and without engines of several
+GPUs on the trainer's: with both, all weights of Qwen3-VL-30B-A3B train on 8 GPUs of 80 GB
+([layouts](cost.md#layouts-of-mixtures)).
 
 """
 #: Models of the table, by the names that they have there.
@@ -165,6 +180,23 @@ def write_sizes() -> None:
     SIZES.write_text(json.dumps(counted, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_large() -> None:
+    """Count the tables of larger models."""
+    tables = {}
+    for name, hardware, overrides in LARGER:
+        config = parse_config(name, overrides)
+        model = Model(config)
+        model.by_layers = True
+        shown = "".join(f" with `{text}`" for text in overrides)
+        tables[f"{name}{shown}"] = said(ledger(config, hardware, model))
+    LARGE.write_text(json.dumps(tables, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def large() -> dict[str, str]:
+    """Return the tables of larger models as they were counted last."""
+    return json.loads(LARGE.read_text(encoding="utf-8"))
+
+
 def sizes() -> dict[str, dict[str, list[str]]]:
     """Return the numbers of GPUs that models need as they were counted last."""
     return json.loads(SIZES.read_text(encoding="utf-8"))
@@ -201,6 +233,8 @@ def render_page() -> str:
         changed = parse_config(FLAGSHIP, overrides)
         made = ledger(changed, hardware, Model(changed) if changed.actor.model.is_lora else model)
         parts.append(f"\n### {title}\n\n{f'With{shown}:' if shown else ''}\n\n{said(made)}")
+    parts.append("\n## preflight of larger models\n\nAs above, with what each config says.\n")
+    parts += [f"\n### {title}\n\n{text}" for title, text in large().items()]
     parts.append(f"\n## doctor {FLAGSHIP}\n")
     for title, (machine, overrides) in DOCTOR.items():
         parts.append(
@@ -213,4 +247,6 @@ def render_page() -> str:
 if __name__ == "__main__":
     if "--sizes" in sys.argv[1:]:
         write_sizes()
+    if "--large" in sys.argv[1:]:
+        write_large()
     PAGE.write_text(render_page(), encoding="utf-8")

@@ -55,9 +55,9 @@ SHARE = "rollout.gpu_memory_utilization"
 SPLITS = (0.25, 0.5, 0.75, 0.875)
 #: How a model's passes are counted: not at all, from two budgets, from the budget itself.
 CLOSED_FORMS, BUDGETS, EXACT = "closed forms", "budgets", "exact"
-#: GiB of host memory of a machine for each of its GPUs, where nothing else is said: the least that
-#: clouds have beside 8 × 80 GB (p4de.24xlarge); beside H100 it is usually 224 or more.
-HOST_GIB_PER_GPU = 144
+#: GiB of host memory of a machine for each of its GPUs, where nothing else is said: about the least
+#: that clouds have beside 8 × H100 (1,872 GB). Beside A100 of 80 GB it may be 144.
+HOST_GIB_PER_GPU = 216
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,21 @@ class Search:
         lengths: Lengths,
         *,
         host_bytes: int | None = None,
+        models: dict[tuple[object, ...], dict[str, Model]] | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Prepare the search.
 
         Args:
             host_bytes: memory of a machine; None: `HOST_GIB_PER_GPU` for each GPU.
+            models: those of a search for the same model on other hardware, with their traces.
             report: is told what the search is doing.
         """
         self.config, self.hardware, self.rates, self.lengths = config, hardware, rates, lengths
         self.host_bytes = host_bytes or HOST_GIB_PER_GPU * GIB * hardware.gpus
         self.report = report
         self.tried = 0
-        self._models: dict[tuple[object, ...], dict[str, Model]] = {}
+        self.models = {} if models is None else models
         # Changes are only those from the config, so that what is printed is short.
         nodes = Change("cluster.num_nodes", hardware.nodes)
         self._nodes = () if config.cluster.num_nodes == hardware.nodes else (nodes,)
@@ -345,7 +347,7 @@ class Search:
 
     def _model(self, config: Config, passes: str = BUDGETS) -> Model:
         """Return the config's model; `passes`: how they are counted."""
-        models = self._models.setdefault(model_key(config), {})
+        models = self.models.setdefault(model_key(config), {})
         if passes not in models:
             # A copy has the same modules; its traces are its own.
             models[passes] = model = copy.copy(next(iter(models.values()), None) or Model(config))

@@ -7,11 +7,14 @@ from tiny import tiny_config
 
 from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.placement import placement_of
+from rlinf_vl.config.validate import validate_config
 from rlinf_vl.preflight.gpu_kinds import kind_of_size
-from rlinf_vl.preflight.ledger import Hardware, ledger
+from rlinf_vl.preflight.host_memory import host_memory
+from rlinf_vl.preflight.ledger import GIB, Hardware, ledger
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import rates_of
-from rlinf_vl.preflight.search import Search
+from rlinf_vl.preflight.search import HOST_GIB_PER_GPU, Search
 from rlinf_vl.preflight.step_time import usual_lengths
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
@@ -58,6 +61,24 @@ def test_the_verb_finds_a_mixtures_layouts_and_says_why_natural_ones_fail(capsys
     printed = capsys.readouterr().out
     assert "(h100)" in printed and "1. `" in printed
     assert "as it is, does not fit: generate needs" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "nodes"), [("30b-a3b", 1), ("235b-a22b", 8)])
+def test_example_configs_of_mixtures_fit_their_machines(size, nodes):
+    config = parse_config(f"qwen3-vl-{size}-grpo-fsdp-geo3k")
+    validate_config(config)
+    hardware, placement = Hardware.named(8, 80, nodes), placement_of(config, (8,) * nodes)
+    model = Model(config)
+    model.by_layers = True
+    assert not ledger(config, hardware, model).problems
+    host_bytes = sum(host_memory(config, model, placement, hardware.gpu_bytes).values())
+    assert host_bytes <= 8 * HOST_GIB_PER_GPU * GIB
+    if config.actor.fsdp_config.cpu_offload:  # its comment says why
+        config.actor.fsdp_config.cpu_offload = False
+        config.actor.enable_offload = True
+        problems = ledger(config, hardware, model).problems
+        assert any(problem.startswith("sync needs") for problem in problems)
 
 
 def test_lengths_that_contradict_each_other_are_refused(capsys):

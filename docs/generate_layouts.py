@@ -1,0 +1,102 @@
+"""Writes the layouts of mixtures in docs/cost.md: `python docs/generate_layouts.py`.
+
+They are what `preflight --search` finds for two models on 8 to 128 GPUs, in a few minutes.
+"""
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rlinf_vl.config.load import parse_config
+from rlinf_vl.preflight.gpu_kinds import kind_of_size
+from rlinf_vl.preflight.ledger import GIB, Hardware
+from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.rates import rates_of
+from rlinf_vl.preflight.search import PLACEMENT, Found, Layout, Search
+from rlinf_vl.preflight.step_time import usual_lengths
+
+PAGE = Path(__file__).with_name("cost.md")
+#: Configs, and machines of 8 GPUs that they are to fit.
+CASES = {
+    "qwen3-vl-30b-a3b-grpo-fsdp-geo3k": (1, 2),
+    "qwen3-vl-235b-a22b-grpo-fsdp-geo3k": (8, 16),
+}
+CARDS = (80, 141)
+COLUMNS = (
+    "GPUs",
+    "actor",
+    "engine TP",
+    "experts over",
+    "recomputes",
+    "offload",
+    "micro-batch",
+    "s/step",
+    "tokens/s/GPU",
+    "GPU GiB",
+    "host GiB",
+)
+
+
+def shown(layout: Layout) -> list[str]:
+    """Return the cells of a layout, but for the first."""
+    config, fsdp = layout.config, layout.config.actor.fsdp_config
+    placement: dict[str, str] = next(x.value for x in layout.changes if x.key == PLACEMENT)
+    offloads = {"cpu_offload": fsdp.cpu_offload, "enable_offload": config.actor.enable_offload}
+    peak = max(gpu.peak[0] for gpu in layout.ledger.gpus)
+    return [
+        placement.get("actor", "all, shared"),
+        str(config.rollout.tensor_parallel_size),
+        str(fsdp.expert_parallel_size),
+        fsdp.gradient_checkpointing,
+        next((name for name, is_set in offloads.items() if is_set), "–"),
+        str(config.runner.max_tokens_per_mbs),
+        f"{layout.time.total:.0f}",
+        f"{layout.time.tokens_per_slot:.0f}",
+        f"{peak / GIB:.1f}",
+        f"{layout.host_bytes / GIB:.0f}",
+    ]
+
+
+def chosen(found: Found) -> list[Layout]:
+    """Return the best layout that shares its GPUs, and the best that splits them."""
+    by_kind: dict[int, Layout] = {}
+    for layout in found.layouts:
+        placement: Any = next(x.value for x in layout.changes if x.key == PLACEMENT)
+        by_kind.setdefault(len(placement), layout)
+    return list(by_kind.values())
+
+
+def table(name: str, machines: tuple[int, ...]) -> str:
+    """Return the table of one model, by what the searches find."""
+    config = parse_config(name)
+    models: dict[tuple[object, ...], dict[str, Model]] = {}
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+    for card in CARDS:
+        for nodes in machines:
+            start = time.process_time()
+            hardware = Hardware.named(8, card, nodes)
+            rates, lengths = rates_of(kind_of_size(card)), usual_lengths(config)
+            search = Search(config, hardware, rates, lengths, models=models, report=_report)
+            found = search.run(best=8)
+            first = f"{8 * nodes} × {card} GB"
+            rows = [shown(layout) for layout in chosen(found)]
+            lines += [f"| {first} | {' | '.join(cells)} |" for cells in rows]
+            if not rows:
+                lines.append(f"| {first} | none fits |" + " |" * (len(COLUMNS) - 2))
+            _report(f"{first}: {rows}, {time.process_time() - start:.0f} CPU seconds")
+    return "\n".join(lines)
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    tables = [f"`{name}`:\n\n{table(name, machines)}" for name, machines in CASES.items()]
+    begin, end = "<!-- layouts -->", "<!-- /layouts -->"
+    joined = "\n\n".join(tables)
+    text = re.sub(f"{begin}.*?{end}", f"{begin}\n\n{joined}\n\n{end}", text, flags=re.S)
+    PAGE.write_text(text, encoding="utf-8")
