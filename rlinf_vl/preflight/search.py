@@ -252,7 +252,7 @@ class Search:
         ]
         return sizes[:3]
 
-    def _expert_sizes(self, ranks: int) -> list[int | None]:
+    def _expert_sizes(self, ranks: int) -> Sequence[int | None]:
         """Return the sizes of expert parallelism; [None] for a model without experts."""
         model = self._model(self.config, CLOSED_FORMS)
         mixture = model.family.mixture(model.shape)
