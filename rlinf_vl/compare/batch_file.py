@@ -219,7 +219,7 @@ def settings_of(settings: Any, source: str = "batch") -> AlgorithmConfig:
         raise ConfigError(f"{source}: settings must be an object of keys of algorithm")
     settings = {key.removeprefix("algorithm."): value for key, value in settings.items()}
     algorithm = AlgorithmConfig(importance_sampling_fix=False)
-    known = {item.name: item for item in fields(AlgorithmConfig)}
+    schema_fields = {item.name: item for item in fields(AlgorithmConfig)}
     for key, value in settings.items():
         name = key.removeprefix("sampling_params.")
         if name in SAMPLING:
@@ -230,7 +230,7 @@ def settings_of(settings: Any, source: str = "batch") -> AlgorithmConfig:
                 f"{source}: settings.{key}: is none of {', '.join((*SETTINGS, *SAMPLING))};"
                 f"{nearest(key, (*SETTINGS, *SAMPLING))}".rstrip(";")
             )
-        allowed = known[key].metadata.get("allowed")
+        allowed = schema_fields[key].metadata.get("allowed")
         if isinstance(allowed, tuple) and value is not None and value not in allowed:
             raise ConfigError(
                 f"{source}: settings.{key}: {value!r} is none of {', '.join(map(str, allowed))}"

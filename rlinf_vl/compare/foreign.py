@@ -9,12 +9,14 @@ import torch
 ADVANTAGE_SWITCHES = ("std", "eps", "eps_place", "baseline", "ties", "single", "whiten")
 
 
-def group_means(rewards: torch.Tensor, groups: Sequence[Hashable], others: bool) -> torch.Tensor:
-    """Return the mean reward of each sample's group; `others`: of its other members."""
+def group_means(
+    rewards: torch.Tensor, groups: Sequence[Hashable], leave_one_out: bool
+) -> torch.Tensor:
+    """Return the mean reward of each sample's group; `leave_one_out`: of its other members."""
     means = torch.empty_like(rewards)
     for members in _members(groups):
         total, n = rewards[members].sum(), len(members)
-        means[members] = (total - rewards[members]) / max(1, n - 1) if others else total / n
+        means[members] = (total - rewards[members]) / max(1, n - 1) if leave_one_out else total / n
     return means
 
 

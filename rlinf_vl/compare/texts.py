@@ -121,11 +121,11 @@ def _text(tokenizer: Any, messages: Any) -> str:
 
 def _without_repeats(ids: list[int], image_id: int | None) -> list[int]:
     """Return ids with each run of image tokens as one: their number is the processor's."""
-    kept = []
+    shortened = []
     for index, token in enumerate(ids):
         if token != image_id or not index or ids[index - 1] != image_id:
-            kept.append(token)
-    return kept
+            shortened.append(token)
+    return shortened
 
 
 def compare_rewards(batch: Batch) -> Comparison:

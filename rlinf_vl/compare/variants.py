@@ -371,14 +371,14 @@ def _weight_estimate(batch: Batch, ours: Calculation, term: str, sign: float) ->
         values = ours.value(term)[batch.mask]
         # Without the term, whatever its weight of ours is.
         bare = Calculation(batch, batch.algorithm, "", {"kl_sign": 0.0} if term == "kl" else {})
-        rest = bare.value("policy_loss")
+        bare_loss = bare.value("policy_loss")
         if term == "entropy" and batch.algorithm.kl_beta and batch.algorithm.kl_placement == "loss":
-            rest = rest + batch.algorithm.kl_beta * bare.value("kl")
+            bare_loss = bare_loss + batch.algorithm.kl_beta * bare.value("kl")
         if term == "kl" and batch.algorithm.entropy_bonus:
-            rest = rest - batch.algorithm.entropy_bonus * bare.value("entropy")
+            bare_loss = bare_loss - batch.algorithm.entropy_bonus * bare.value("entropy")
     except Unavailable:
         return set()
-    excess = (batch.columns["token_loss"] - rest)[batch.mask]
+    excess = (batch.columns["token_loss"] - bare_loss)[batch.mask]
     square = float(values.square().sum())
     if square < 1e-12:
         return set()

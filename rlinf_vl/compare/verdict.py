@@ -82,8 +82,8 @@ def compare_numbers(batch: Batch) -> list[Comparison]:
             continue
         comparison = _compare(batch, column, ())
         if comparison.state == "differs" and adopted:
-            again = _compare(batch, column, adopted)
-            if again.state == "agrees":
+            adjusted = _compare(batch, column, adopted)
+            if adjusted.state == "agrees":
                 comparison.state, comparison.note = "follows", source
         if comparison.state == "differs":
             _explain(batch, comparison)
@@ -122,7 +122,7 @@ def _compare(batch: Batch, column: str, variants: Sequence[Variant]) -> Comparis
         return Comparison(column, "not compared", str(error))
     theirs = batch.columns[column]
     excess, bound = _excess(batch, calculation, column, theirs, ours)
-    worst = int(excess.argmax()) if excess.numel() else 0
+    place = int(excess.argmax()) if excess.numel() else 0
     differing = excess > 1
     comparison = Comparison(
         column,
@@ -132,14 +132,14 @@ def _compare(batch: Batch, column: str, variants: Sequence[Variant]) -> Comparis
     )
     if excess.numel():
         values = theirs.reshape(-1).double(), ours.reshape(-1).double()
-        comparison.theirs, comparison.ours = (float(value[worst]) for value in values)
+        comparison.theirs, comparison.ours = (float(value[place]) for value in values)
         comparison.difference = abs(comparison.theirs - comparison.ours)
-        comparison.tolerance = float(bound.reshape(-1)[worst])
+        comparison.tolerance = float(bound.reshape(-1)[place])
         if _is_token(batch, theirs):
-            comparison.sample = int(batch.segment_ids[worst])
-            comparison.token = int(batch.positions[worst])
+            comparison.sample = int(batch.segment_ids[place])
+            comparison.token = int(batch.positions[place])
         elif theirs.ndim:
-            comparison.sample = worst
+            comparison.sample = place
     return comparison
 
 
