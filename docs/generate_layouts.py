@@ -79,7 +79,7 @@ def table(name: str, machines: tuple[int, ...]) -> str:
             hardware = Hardware.named(8, card, nodes)
             rates, lengths = rates_of(kind_of_size(card)), usual_lengths(config)
             search = Search(config, hardware, rates, lengths, models=models, report=_report)
-            found = search.run(best=8)
+            found = search.run(max_layouts=8)
             first = f"{8 * nodes} × {card} GB"
             rows = [shown(layout) for layout in chosen(found)]
             lines += [f"| {first} | {' | '.join(cells)} |" for cells in rows]

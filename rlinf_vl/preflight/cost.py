@@ -55,24 +55,24 @@ def costs(
     config: Config, model: Model, hardware: Hardware | None, rates: Rates, lengths: Lengths
 ) -> list[Cost]:
     """Estimate every split and schedule that is valid and fits; the config's own comes first."""
-    found: list[Cost] = []
-    seen: list[tuple[object, ...]] = []
+    estimates: list[Cost] = []
+    layouts: list[tuple[object, ...]] = []
     for changes in _variants(config, hardware):
         try:
             changed = applied(config, changes)
             placement = placement_on(changed, hardware)
             layout = (placement, changed.runner.schedule)
-            if layout in seen:
+            if layout in layouts:
                 continue
-            seen.append(layout)
+            layouts.append(layout)
             validate_config(changed)
             time = estimate(changed, model, hardware, rates, lengths, placement)
         except (ConfigError, ValueError):
             continue
         if time is not None:
             steps = config.runner.max_steps if config.runner.max_steps > 0 else None
-            found.append(Cost(" ".join(map(str, changes)), time, steps))
-    return found
+            estimates.append(Cost(" ".join(map(str, changes)), time, steps))
+    return estimates
 
 
 def placement_on(config: Config, hardware: Hardware | None) -> Placement:
@@ -124,10 +124,10 @@ def _variants(config: Config, hardware: Hardware | None) -> Iterator[tuple[Chang
 
 
 def render(
-    config: Config, found: Sequence[Cost], rates: Rates, lengths: Lengths, price: float | None
+    config: Config, estimates: Sequence[Cost], rates: Rates, lengths: Lengths, price: float | None
 ) -> str:
     """Return the output of `preflight --time` as Markdown."""
-    steps = found[0].steps
+    steps = estimates[0].steps
     span = f"{steps} steps" if steps else "100 steps (runner.max_steps names none)"
     lines = [
         f"{config.runner.experiment_name}, {span}; rates: {rates.source}",
@@ -138,7 +138,7 @@ def render(
     dollars = ["$"] if price else []
     columns = ["s/step", *PHASES, "hours", "tokens/s/slot", *dollars]
     lines += [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    for cost in found:
+    for cost in estimates:
         cells = [
             _seconds(cost.time.total),
             *(_seconds(cost.time.phases[phase]) for phase in PHASES),
@@ -147,8 +147,8 @@ def render(
             *([f"{cost.dollars(price):.2f}"] if price else []),
         ]
         lines.append(f"| {cost.overrides or 'as it is'} | {' | '.join(cells)} |")
-    fastest = min(found, key=lambda cost: cost.hours)
-    cheapest = min(found, key=lambda cost: cost.hours * cost.time.slots)
+    fastest = min(estimates, key=lambda cost: cost.hours)
+    cheapest = min(estimates, key=lambda cost: cost.hours * cost.time.slots)
     lines += ["", f"- fastest: {fastest.overrides or 'as it is'}"]
     lines.append(f"- cheapest: {cheapest.overrides or 'as it is'}")
     return "\n".join(lines) + "\n"
@@ -173,9 +173,9 @@ def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> i
         rates, base = calibrated
     lengths = lengths_of(arguments, base)
     model = Model(config)
-    found = costs(config, model, None if on_cpu else hardware, rates, lengths)
-    if not found:
+    estimates = costs(config, model, None if on_cpu else hardware, rates, lengths)
+    if not estimates:
         sys.stdout.write("no split fits: see preflight --search\n")
         return 1
-    sys.stdout.write(render(config, found, rates, lengths, arguments.price))
+    sys.stdout.write(render(config, estimates, rates, lengths, arguments.price))
     return 0

@@ -45,7 +45,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What decoding reads and computes, of a whole engine.
+    """The sizes of a whole engine that decide what decoding reads and computes.
 
     Attributes:
         layers: number of layers; `hidden`: size of a hidden state; `itemsize`: bytes of a value.
@@ -154,7 +154,7 @@ def _decode_seconds(
 
     Each stands for `bundle` equal ones.
     """
-    starts_sum = seconds = now = 0.0
+    starts_sum = seconds = token_step = 0.0
     pending = iter(responses)
     # Of running responses: the token steps at which they end, and started.
     running = [(length, 0.0) for length in islice(pending, slots)]
@@ -162,16 +162,16 @@ def _decode_seconds(
     following = next(pending, None)
     while running:
         (end, start), rows = running[0], len(running)
-        if end > now:
-            context = prompt + (now + end) / 2 - starts_sum / rows
-            seconds += (end - now) * step_seconds(shape, rates, gpus, rows * bundle, context)
-            now = end
+        if end > token_step:
+            context = prompt + (token_step + end) / 2 - starts_sum / rows
+            seconds += (end - token_step) * step_seconds(shape, rates, gpus, rows * bundle, context)
+            token_step = end
         starts_sum -= start
         if following is None:
             heappop(running)
             continue
-        heapreplace(running, (now + following, now))
-        starts_sum += now
+        heapreplace(running, (token_step + following, token_step))
+        starts_sum += token_step
         following = next(pending, None)
     return seconds
 

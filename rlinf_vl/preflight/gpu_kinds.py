@@ -52,5 +52,5 @@ USUAL = {24: "rtx4090", 40: "a100-40", 48: "l40s", 80: "h100", 141: "h200", 180:
 
 def kind_of_size(gigabytes: float) -> GpuKind:
     """Return the usual kind of card of the size nearest to this one."""
-    size = min(USUAL, key=lambda known: abs(known - gigabytes))
+    size = min(USUAL, key=lambda card_size: abs(card_size - gigabytes))
     return GPU_KINDS[USUAL[size]]

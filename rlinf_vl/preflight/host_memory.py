@@ -34,8 +34,8 @@ def host_memory(config: Config, model: Model, placement: Placement, gpu_bytes: i
     ranks = max(Counter(map(placement.node_of, placement.actor)).values())
     engine_slots = max(Counter(map(placement.node_of, placement.rollout)).values())
     shard = ranks if fsdp.strategy == "hsdp" else len(placement.actor)
-    trained, own = weights.shard(shard, trained=True), weights.shard(shard)
-    state = 12 * trained + model.stored * (own - trained)
+    trained, rank_elements = weights.shard(shard, trained=True), weights.shard(shard)
+    state = 12 * trained + model.stored * (rank_elements - trained)
     itemsize = DTYPES[config.rollout.model.precision].itemsize
     parts = {"processes": PROCESS_BYTES * (ranks + engine_slots)}
     if fsdp.cpu_offload:
@@ -52,12 +52,12 @@ def host_memory(config: Config, model: Model, placement: Placement, gpu_bytes: i
     if sleeps and not is_empty:
         parts["sleeping engines"] = engine_slots * engine_bytes
     # Engines that wake empty get frozen weights, too.
-    sent = itemsize * (weights.total if sleeps and is_empty else weights.engine_elements)
-    parts["sent weights"] = ranks * sent // shard
+    sent_bytes = itemsize * (weights.total if sleeps and is_empty else weights.engine_elements)
+    parts["sent weights"] = ranks * sent_bytes // shard
     if config.runner.async_save and config.runner.save_interval > 0:
         parts["checkpoint"] = ranks * 12 * trained
     store = config.cluster.object_store_memory or STORE_BYTES
     if config.rollout.weight_sync == "object_store":
-        store = max(store, 2 * sent)
+        store = max(store, 2 * sent_bytes)
     parts["object store"] = store
     return parts

@@ -15,20 +15,20 @@ from rlinf_vl.preflight.step_time import PHASES, usual_lengths
 
 
 def render_layouts(
-    config: Config, hardware: Hardware, kind: GpuKind, lengths: Lengths, found: Found
+    config: Config, hardware: Hardware, kind: GpuKind, lengths: Lengths, result: Found
 ) -> str:
     """Return the output of `preflight --search` as Markdown."""
     name = config.runner.experiment_name
     lines = [
-        f"{name} on {hardware} ({kind.name}): {len(found.layouts)} of {found.tried} layouts",
+        f"{name} on {hardware} ({kind.name}): {len(result.layouts)} of {result.tried} layouts",
         "",
         f"Assumed: {lengths_text(lengths)}.",
         "",
     ]
-    if found.layouts:
+    if result.layouts:
         columns = ["seconds", *PHASES, "tokens/s/GPU", "GPU GiB", "host GiB"]
         lines += [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    for number, layout in enumerate(found.layouts, 1):
+    for number, layout in enumerate(result.layouts, 1):
         peak = max(gpu.peak[0] for gpu in layout.ledger.gpus)
         cells = [
             f"{layout.time.total:.0f}",
@@ -38,10 +38,10 @@ def render_layouts(
             f"{layout.host_bytes / GIB:.0f}",
         ]
         lines.append(f"| {number} | {' | '.join(cells)} |")
-    lines += ["", *(f"{n}. `{x.overrides}`" for n, x in enumerate(found.layouts, 1)), ""]
-    for layout_name, problems in found.natural:
+    lines += ["", *(f"{n}. `{x.overrides}`" for n, x in enumerate(result.layouts, 1)), ""]
+    for layout_name, problems in result.natural:
         lines += [f"- {layout_name}, does not fit: {problem}" for problem in problems]
-    if not found.layouts:
+    if not result.layouts:
         lines.append("- no layout fits: take more or larger GPUs, or adapters")
     return "\n".join(lines) + "\n"
 
@@ -91,6 +91,6 @@ def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> i
         host_bytes=int(host * GIB) if host else None,
         report=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    found = search.run()
-    sys.stdout.write(render_layouts(config, hardware, kind, lengths, found))
-    return 0 if found.layouts else 1
+    result = search.run()
+    sys.stdout.write(render_layouts(config, hardware, kind, lengths, result))
+    return 0 if result.layouts else 1

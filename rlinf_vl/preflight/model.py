@@ -162,8 +162,8 @@ class Model:
         differing = getattr(text, "layer_types", None) or getattr(text, "mlp_only_layers", None)
         if differing or text.num_hidden_layers <= SHALLOW[1]:
             return self._trace(rank_tokens, mode)
-        few, more = (self._trace(rank_tokens, mode, layers) for layers in SHALLOW)
-        return interpolated(few, more, *SHALLOW, text.num_hidden_layers)
+        shallow_trace, deeper_trace = (self._trace(rank_tokens, mode, layers) for layers in SHALLOW)
+        return interpolated(shallow_trace, deeper_trace, *SHALLOW, text.num_hidden_layers)
 
     @cache  # noqa: B019
     def _shallow(self, layers: int) -> tuple[PreTrainedModel, Checkpointing]:
@@ -404,9 +404,11 @@ def _units(model: nn.Module, family: Family, ignored: set[int]) -> tuple[Unit, .
     counted = set(ignored)
 
     def unit(part: str, module: nn.Module) -> Unit:
-        own = [p for p in module.parameters() if id(p) not in counted]
-        counted.update(map(id, own))
-        return Unit(part, tuple((tuple(p.shape), p.requires_grad, id(p) in experts) for p in own))
+        parameters = [p for p in module.parameters() if id(p) not in counted]
+        counted.update(map(id, parameters))
+        return Unit(
+            part, tuple((tuple(p.shape), p.requires_grad, id(p) in experts) for p in parameters)
+        )
 
     small = sum(p.numel() for p in model.parameters()) <= ONE_UNIT
     tower = family.vision_tower

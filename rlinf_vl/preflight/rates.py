@@ -1,4 +1,4 @@
-"""What a machine does in a second: of a kind of GPU by assumption, or as `calibrate` measured it.
+"""The rates of a machine: those assumed of a kind of GPU, or those that `calibrate` measured.
 
 The shares of a maker's figures are assumptions, and the largest errors of an estimate come from
 them. They are what well-tuned programs are reported to reach: 60 % of the products in training,

@@ -127,8 +127,8 @@ class Search:
         nodes = Change("cluster.num_nodes", hardware.nodes)
         self._nodes = () if config.cluster.num_nodes == hardware.nodes else (nodes,)
 
-    def run(self, best: int = 5) -> Found:
-        """Return the `best` layouts, each with another placement or size of engines."""
+    def run(self, max_layouts: int = 5) -> Found:
+        """Return at most `max_layouts`, fastest first, of different placements or engine sizes."""
         natural = tuple(self._natural())
         fitting: list[Layout] = []
         unsolved = {True, False}  # kinds of placements: shared, split
@@ -147,7 +147,7 @@ class Search:
                 if number % 20 == 0:
                     self.report(f"counted {number} of {len(roomy)}: {len(fitting)} fit")
         fitting.sort(key=lambda layout: layout.time.total)
-        confirmed = tuple(itertools.islice(self._confirmed(fitting), best))
+        confirmed = tuple(itertools.islice(self._confirmed(fitting), max_layouts))
         ranked = sorted(confirmed, key=lambda layout: layout.time.total)
         return Found(tuple(ranked), self.tried, natural)
 
@@ -210,11 +210,11 @@ class Search:
         yield {"actor,rollout": "collocated"}, gpus * nodes, True
         if self.config.rollout.rollout_backend != "sglang" and gpus * nodes == 1:
             return
-        whole, word = (nodes, "nodes ") if nodes > 1 else (gpus, "")
+        total, word = (nodes, "nodes ") if nodes > 1 else (gpus, "")
         for share in SPLITS:
-            actor = round(share * whole)
-            if 0 < actor < whole:
-                entries = (0, actor - 1), (actor, whole - 1)
+            actor = round(share * total)
+            if 0 < actor < total:
+                entries = (0, actor - 1), (actor, total - 1)
                 a, b = (f"{x}-{y}" if x < y else str(x) for x, y in entries)
                 split = {"actor": word + a, "rollout": word + b}
                 yield split, actor * (gpus if nodes > 1 else 1), False

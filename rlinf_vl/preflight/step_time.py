@@ -53,13 +53,13 @@ class StepTime:
 
     Attributes:
         phases: by name, as in `PHASES`.
-        other: of planning, logging and recording.
+        overhead: of planning, logging and recording.
         schedule: `runner.schedule`.
         tokens: of prompts and responses, that a step trains on.
     """
 
     phases: dict[str, float]
-    other: float
+    overhead: float
     schedule: str
     tokens: float
     slots: int
@@ -69,7 +69,7 @@ class StepTime:
         """The seconds of a step; generating and training overlap in schedules ahead."""
         phases = self.phases
         train = phases["images"] + phases["logprobs"] + phases["train"]
-        between = phases["sync"] + phases["wake"] + phases["checkpoint"] + self.other
+        between = phases["sync"] + phases["wake"] + phases["checkpoint"] + self.overhead
         if self.schedule == "sync":
             return phases["generate"] + train + between
         return max(phases["generate"], train) + between
@@ -87,10 +87,10 @@ def usual_lengths(config: Config) -> Lengths:
     the most.
     """
     data = config.data
-    most = config.algorithm.sampling_params.max_new_tokens or config.runner.seq_length // 2
+    longest = config.algorithm.sampling_params.max_new_tokens or config.runner.seq_length // 2
     prompt = (data.max_prompt_length or config.runner.seq_length // 2) / 2
     images = prompt / 2 if data.image_keys else 0.0
-    return Lengths(prompt, images, most / 2, most)
+    return Lengths(prompt, images, longest / 2, longest)
 
 
 def grid_of(config: Config, placement: Placement) -> Grid:
@@ -350,10 +350,10 @@ def _sync(config: Config, model: Model, placement: Placement, grid: Grid, rates:
         return rates.sync_s + gathered + 3 * nbytes / rates.memory
     # From rank 0 to all engines, or through its host's memory.
     several = len(set(map(placement.node_of, placement.rollout))) > 1 or crosses
-    sent = nbytes / (rates.network if several else rates.node)
+    sending_seconds = nbytes / (rates.network if several else rates.node)
     if name == "object_store":
-        sent = 3 * nbytes / rates.host + nbytes / rates.network * several
-    return rates.sync_s + gathered + sent
+        sending_seconds = 3 * nbytes / rates.host + nbytes / rates.network * several
+    return rates.sync_s + gathered + sending_seconds
 
 
 def _checkpoint(config: Config, model: Model, grid: Grid, rates: Rates) -> float:

@@ -134,9 +134,9 @@ def context_exchanges(
     if grid.context == 1:
         return
     kv = len(kv_heads_by_rank(heads, kv_heads, grid.context))
-    sent = tokens * head_dim * itemsize * ((heads + 2 * kv) + heads)
+    layer_bytes = tokens * head_dim * itemsize * ((heads + 2 * kv) + heads)
     calls = passes * layers
-    yield Exchange("all-to-all", grid.context, 1, 2 * calls, calls * sent)
+    yield Exchange("all-to-all", grid.context, 1, 2 * calls, calls * layer_bytes)
 
 
 def expert_exchanges(
@@ -155,5 +155,5 @@ def expert_exchanges(
     if mixture is None or grid.expert == 1:
         return
     calls = passes * len(mixture.layers)
-    sent = tokens * mixture.top_k * hidden * itemsize
-    yield Exchange("all-to-all", grid.expert, 1, 2 * calls, 2 * calls * sent)
+    exchange_bytes = tokens * mixture.top_k * hidden * itemsize
+    yield Exchange("all-to-all", grid.expert, 1, 2 * calls, 2 * calls * exchange_bytes)

@@ -36,7 +36,7 @@ def overrides(tmp_path_factory) -> list[str]:
 def found_on(hardware, overrides, **options):
     config = parse_config(FLAGSHIP, overrides)
     search = Search(config, hardware, rates_of(kind_of_size(80)), usual_lengths(config), **options)
-    return search.run(best=2)
+    return search.run(max_layouts=2)
 
 
 def test_what_is_found_fits_and_can_be_pasted(overrides):

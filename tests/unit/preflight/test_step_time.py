@@ -85,7 +85,7 @@ def estimated(model, *overrides, gpus=8, nodes=1, kv_tokens=500_000):
 def test_what_makes_a_step_longer(model):
     plain = estimated(model)
     assert set(plain.phases) == set(PHASES) and min(plain.phases.values()) >= 0
-    assert plain.total == pytest.approx(sum(plain.phases.values()) + plain.other)
+    assert plain.total == pytest.approx(sum(plain.phases.values()) + plain.overhead)
     more = estimated(model, nodes=2)
     assert more.phases["generate"] < plain.phases["generate"]
     assert more.total < plain.total < 2 * more.total
