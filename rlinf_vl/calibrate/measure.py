@@ -168,8 +168,8 @@ def _clock(device: str) -> Callable[[], float]:
 def _usable_rows(config: Config, pool: LocalPool) -> list[int]:
     """Return numbers of rows that can be used, of both splits."""
     n_rows = min(*pool.start().values(), max(ROWS, config.data.rollout_batch_size))
-    kept = [pool.filter_rows(split, range(n_rows)).kept for split in SPLITS]
-    return [row for row in kept[0] if row in kept[1]]
+    rows_by_split = [pool.filter_rows(split, range(n_rows)).kept for split in SPLITS]
+    return [row for row in rows_by_split[0] if row in rows_by_split[1]]
 
 
 def _generate(
@@ -261,8 +261,8 @@ def _with_rewards(summary: GroupSummary) -> GroupSummary:
 
 def _packed_tokens(summary: GroupSummary) -> float:
     """Return the tokens of a group in packed rows, where its prompt stands once."""
-    own = sum(t.tokens - summary.prompt_tokens for t in summary.trajectories)
-    return summary.prompt_tokens + own
+    response_tokens = sum(t.tokens - summary.prompt_tokens for t in summary.trajectories)
+    return summary.prompt_tokens + response_tokens
 
 
 def _optimizer_seconds(trainer: Trainer, clock: Callable[[], float]) -> float:

@@ -116,15 +116,15 @@ def choose_donors(images: Mapping[int, Sequence[ImageFacts]], seed: int) -> Dono
     by_row: dict[int, tuple[Donor, ...]] = {}
     n_resized = 0
     for row, row_images in images.items():
-        own = {facts.number for facts in row_images}
+        image_numbers = {facts.number for facts in row_images}
         donors: list[Donor] = []
         is_resized = False
         for place, facts in enumerate(row_images):
             name = f"{seed} donor {row} {place}"
-            donor = _draw(by_size[facts[1:]], own, name)
+            donor = _draw(by_size[facts[1:]], image_numbers, name)
             if donor is None:
                 is_resized = True
-                donor = _draw(by_form[facts.frames > 0], own, name)
+                donor = _draw(by_form[facts.frames > 0], image_numbers, name)
             if donor is not None:
                 donors.append(donor)
         if row_images and len(donors) == len(row_images):
@@ -133,12 +133,14 @@ def choose_donors(images: Mapping[int, Sequence[ImageFacts]], seed: int) -> Dono
     return Donors(by_row, n_resized)
 
 
-def _draw(candidates: Sequence[tuple[Donor, int]], own: set[int], name: str) -> Donor | None:
-    """Draw a candidate whose image is none of `own`; None if there is none."""
+def _draw(
+    candidates: Sequence[tuple[Donor, int]], image_numbers: set[int], name: str
+) -> Donor | None:
+    """Draw a candidate whose image is none of `image_numbers`; None if there is none."""
     start = int(_random(name).integers(len(candidates)))
     for k in range(len(candidates)):
         donor, number = candidates[(start + k) % len(candidates)]
-        if number not in own:
+        if number not in image_numbers:
             return donor
     return None
 

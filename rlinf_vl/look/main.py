@@ -81,9 +81,12 @@ def look(
     recorded = read_recorded(run, step, split, model.processor.grid)
     if not recorded:
         raise ConfigError(f"--split {split}: no recorded trajectory of step {step} shows an image")
-    shown = [item.trajectory for item in recorded]
+    trajectories = [item.trajectory for item in recorded]
     blanks = [_blanked(item) for item in recorded]
-    with_images_scores, blank_scores = model.scorer.logprobs(shown), model.scorer.logprobs(blanks)
+    with_images_scores, blank_scores = (
+        model.scorer.logprobs(trajectories),
+        model.scorer.logprobs(blanks),
+    )
     rows = []
     for number, item in enumerate(recorded):
         maps = _heat_maps(model, item, forwards) if number < heat_maps else []
@@ -158,9 +161,9 @@ def _heat_maps(model: Model, item: Recorded, forwards: int) -> list[dict[str, An
         if is_clip(image):
             continue
         _, rows, columns = model.processor.grid(image)
-        made = model.scorer.heat_map(item.trajectory, image, (rows, columns), forwards)
-        values = [[round(float(value), 6) for value in line] for line in made.values]
-        maps.append({"image": number, "values": values, "forwards": made.forwards})
+        heat_map = model.scorer.heat_map(item.trajectory, image, (rows, columns), forwards)
+        values = [[round(float(value), 6) for value in line] for line in heat_map.values]
+        maps.append({"image": number, "values": values, "forwards": heat_map.forwards})
     return maps
 
 
@@ -172,8 +175,8 @@ def _per_token(item: Recorded, logprobs: np.ndarray) -> np.ndarray:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps[-10:]))
-    return shown if len(steps) <= 10 else f"…, {shown}"
+    numbers = ", ".join(map(str, steps[-10:]))
+    return numbers if len(steps) <= 10 else f"…, {numbers}"
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def _halves(start: int, end: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """What each patch of an image contributes to an answer.
+    """The contribution of each patch of an image to an answer.
 
     Attributes:
         values: float32 [rows, columns], nats; their sum is that of the coarse cells' drops.

@@ -73,15 +73,15 @@ def read_recorded(
             "anew, by training or by rlinf-vl eval checkpoint=…"
         )
     images: dict[str, ImageRef] = {}
-    found = []
+    recorded = []
     for row in pq.read_table(file, columns=_COLUMNS).to_pylist():
         if split not in (row["split"], "all") or not row["images"] or not any(row["response_mask"]):
             continue
         for path in row["images"]:
             if path not in images:
                 images[path] = _image(run / path)
-        found.append(_recorded(row, [images[path] for path in row["images"]], grid_of))
-    return found
+        recorded.append(_recorded(row, [images[path] for path in row["images"]], grid_of))
+    return recorded
 
 
 def _recorded(
@@ -91,12 +91,12 @@ def _recorded(
     ids = np.array(row["response_ids"], np.int32)
     mask = np.array(row["response_mask"], bool)
     starts = json.loads(row["turns"])["sequences"]
-    shown = [_image_numbers(messages) for messages in json.loads(row["messages"])]
+    image_numbers = [_image_numbers(messages) for messages in json.loads(row["messages"])]
     sequences, turns = [], []
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
         all_ids = np.concatenate([prompt, ids[start:end]])
         loss_mask = np.concatenate([np.zeros(len(prompt), bool), mask[start:end]])
-        pairs = tuple((images[k], grid_of(images[k])) for k in shown[number])
+        pairs = tuple((images[k], grid_of(images[k])) for k in image_numbers[number])
         versions = np.zeros(len(all_ids), np.int32)
         sequences.append(TokenSequence(all_ids, loss_mask, None, versions, pairs))
         turns.append(Turn(number, len(prompt), len(all_ids), "stop", 0.0))

@@ -60,7 +60,7 @@ class Scorer:
             shape: rows and columns of the image's patches.
             budget: as in `heat_map`.
         """
-        whole = float(self.logprobs([trajectory])[0].sum())
+        full_score = float(self.logprobs([trajectory])[0].sum())
         pixels = np.asarray(decode(image))
         height, width = image_size(image)
         colour = np.median(pixels.reshape(-1, 3), axis=0).astype(np.uint8)
@@ -75,7 +75,7 @@ class Scorer:
 
         def drops(cells: Sequence[Cell]) -> list[float]:
             scores = self.logprobs([hidden(cell) for cell in cells])
-            return [whole - float(score.sum()) for score in scores]
+            return [full_score - float(score.sum()) for score in scores]
 
         return heat_map(shape, drops, budget)
 

@@ -93,10 +93,10 @@ def load_shards(
         replace_parameters(model, declared)
         # transformers tells by a parameter's shape whether to transpose what it has read, which
         # has the rows of this rank only.
-        whole = model.get_parameter
+        get_parameter = model.get_parameter
 
         def rows_of_converted(target: str) -> Any:
-            return _local(whole(target)) if target in converted else whole(target)
+            return _local(get_parameter(target)) if target in converted else get_parameter(target)
 
         model.get_parameter = rows_of_converted
 

@@ -188,17 +188,17 @@ def _not_seen(h: History) -> str | None:
         if not validated:
             continue
         newest = validated[-1]
-        seen, seen_error, guessed, guessed_error = (newest[name] for name in names)
+        seen_gain, seen_error, guessed_gain, guessed_error = (newest[name] for name in names)
         # Where both rise, the one may be sure a validation before the other: what may be seen must
         # be less than what is guessed. A small validation shows neither, so silence proves nothing.
-        is_guessed = guessed > SURE_ERRORS * guessed_error
-        may_be_seen = seen + SURE_ERRORS * seen_error
-        if is_guessed and seen <= SURE_ERRORS * seen_error and may_be_seen <= guessed:
+        is_guessed = guessed_gain > SURE_ERRORS * guessed_error
+        may_be_seen = seen_gain + SURE_ERRORS * seen_error
+        if is_guessed and seen_gain <= SURE_ERRORS * seen_error and may_be_seen <= guessed_gain:
             return (
                 f"the reward went from {h.first('reward/mean'):.2f} to "
                 f"{h.last('reward/mean'):.2f}, and at the validation of step {newest['step']:.0f} "
-                f"the gain with {control} image is {guessed:+.3f} ± {guessed_error:.3f}, and what "
-                f"needs the right one {seen:+.3f} ± {seen_error:.3f}"
+                f"the gain with {control} image is {guessed_gain:+.3f} ± {guessed_error:.3f}, and "
+                f"what needs the right one {seen_gain:+.3f} ± {seen_error:.3f}"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""What recorded answers owe to their images, on disk: `look/step_N.parquet`, a row a trajectory.
+"""The file of what recorded answers owe to their images: `look/step_N.parquet`, a row a trajectory.
 
 `rlinf_vl.look` writes it, and the report reads it beside `trajectories/step_N.parquet`.
 """

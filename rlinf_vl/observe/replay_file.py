@@ -63,8 +63,8 @@ class RecordedStep:
         model_files: files of the model's folder beside the weights, by name.
         total_steps: of the run, for its learning rate.
         random_weights: whether the weights are random ones of the model's shape.
-        whole: whether all trajectories of the step are here; otherwise the counts that the loss is
-            divided by, and the run's metrics, are of more than these.
+        is_whole: whether all trajectories of the step are here; otherwise the counts that the loss
+            is divided by, and the run's metrics, are of more than these.
         group_sizes: the number of trajectories of each group in the run.
         run: the run's folder.
         reason: why the file was written; "" if somebody asked for it.
@@ -84,7 +84,7 @@ class RecordedStep:
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     total_steps: int = 1
     random_weights: bool = False
-    whole: bool = True
+    is_whole: bool = True
     group_sizes: tuple[int, ...] = ()
     run: str = ""
     reason: str = ""
@@ -118,7 +118,7 @@ class RecordedStep:
             "model_path": self.model_path,
             "total_steps": self.total_steps,
             "random_weights": self.random_weights,
-            "whole": self.whole,
+            "whole": self.is_whole,
             "group_sizes": self.group_sizes,
             "run": self.run,
             "reason": self.reason,
@@ -191,7 +191,7 @@ class RecordedStep:
                 },
                 total_steps=header["total_steps"],
                 random_weights=header["random_weights"],
-                whole=header["whole"],
+                is_whole=header["whole"],
                 group_sizes=tuple(header["group_sizes"]),
                 run=header["run"],
                 reason=header["reason"],
@@ -242,13 +242,13 @@ class RecordedStep:
         }
         sizes = self.group_sizes or tuple(len(group.trajectories) for group in self.groups)
         changes["group_sizes"] = tuple(sizes[g] for g in kept_groups)
-        is_whole = self.whole and len(numbers) == sum(len(g.trajectories) for g in self.groups)
+        is_whole = self.is_whole and len(numbers) == sum(len(g.trajectories) for g in self.groups)
         return replace(
             self,
             groups=groups,
             minibatches=tuple(minibatches),
             metrics=self.metrics if is_whole else {},
-            whole=is_whole,
+            is_whole=is_whole,
             **changes,
         )
 
@@ -303,7 +303,7 @@ def write_replay(
         model_path=model_path,
         model_files=model_files(Path(model_path)),
         total_steps=total_steps,
-        whole=False,
+        is_whole=False,
         run=str(run_dir.resolve()),
         reason=reason,
     )
@@ -391,8 +391,8 @@ def _group(
                 if name.startswith(prefix)
             }
             fields = {name: columns.pop(name, None) for name in own_arrays}
-            seen = tuple((images[name], (t, h, w)) for name, (t, h, w) in grids)
-            sequences.append(TokenSequence(**fields, images=seen, columns=columns))  # pyright: ignore[reportArgumentType]
+            sequence_images = tuple((images[name], (t, h, w)) for name, (t, h, w) in grids)
+            sequences.append(TokenSequence(**fields, images=sequence_images, columns=columns))  # pyright: ignore[reportArgumentType]
         turns = tuple(Turn(**turn) for turn in row.pop("turns"))
         trajectories.append(Trajectory(tuple(sequences), turns, **row))
     return Group(
@@ -401,6 +401,6 @@ def _group(
         entry["prefix_length"],
         tuple(trajectories),
         entry["answer"],
-        {name: images[seen] for name, seen in entry["corrupted_images"].items()},
+        {name: images[image_hash] for name, image_hash in entry["corrupted_images"].items()},
         entry["labels"],
     )

@@ -62,8 +62,8 @@ def shares_by_control(
 def control_figures(true: Shares, by_control: Mapping[str, Shares]) -> dict[str, Any]:
     """Return the accuracy of the questions with images as they are and under each control, and
     with `blank` the part that is seen; each as `mean_and_error`."""
-    asked = {row: true[row] for shares in by_control.values() for row in shares}
-    figures = {"as it is": mean_and_error(list(asked.values()))}
+    true_shares = {row: true[row] for shares in by_control.values() for row in shares}
+    figures = {"as it is": mean_and_error(list(true_shares.values()))}
     for kind, shares in by_control.items():
         figures[kind] = mean_and_error(list(shares.values()))
     if blank := by_control.get("blank"):
@@ -85,13 +85,13 @@ def gains(
         first: row → (a, b) of the first validation. Rows that one of them lacks are left out.
     """
     rows = [row for row in control if row in first]
-    guessed = [control[row] - first[row][1] for row in rows]
+    guessed_gains = [control[row] - first[row][1] for row in rows]
     gain = [true[row] - first[row][0] for row in rows]
-    seen = [g - without for g, without in zip(gain, guessed, strict=True)]
+    seen_gains = [g - without for g, without in zip(gain, guessed_gains, strict=True)]
     return {
         "gain": mean_and_error(gain),
-        "seen": mean_and_error(seen),
-        "guessed": mean_and_error(guessed),
+        "seen": mean_and_error(seen_gains),
+        "guessed": mean_and_error(guessed_gains),
     }
 
 

@@ -43,12 +43,12 @@ class Bounds:
         if quantity.exact:
             return 0.0
         key = (quantity, owner if quantity.stage_name in BY_OWNER else "")
-        if key not in self._known:
-            self._known[key] = self._measure(quantity, owner)
-        return self._known[key]
+        if key not in self._bounds_by_key:
+            self._bounds_by_key[key] = self._measure(quantity, owner)
+        return self._bounds_by_key[key]
 
     def __post_init__(self) -> None:
-        self._known: dict[tuple[Quantity, Owner], float] = {}
+        self._bounds_by_key: dict[tuple[Quantity, Owner], float] = {}
 
     def _measure(self, quantity: Quantity, owner: Owner) -> float:
         values = self.base.get(quantity)
@@ -60,8 +60,8 @@ class Bounds:
                 continue
             largest = max(largest, float(np.abs(value[np.isfinite(value)]).max(initial=0.0)))
             for trace in self.nudged:
-                other = trace.get(quantity).get(name)
-                if other is not None and other.shape == value.shape:
-                    gap = np.abs(other - value)
+                nudged_value = trace.get(quantity).get(name)
+                if nudged_value is not None and nudged_value.shape == value.shape:
+                    gap = np.abs(nudged_value - value)
                     noise = max(noise, float(gap[np.isfinite(gap)].max(initial=0.0)))
         return FACTOR * noise + UNITS * 2.0 ** -DIGITS[self.dtype] * largest

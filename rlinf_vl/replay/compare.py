@@ -55,19 +55,19 @@ def compare(sides: tuple[str, str], ours: Trace, reference: Trace, bound: Bound)
 def _compare_quantity(
     sides: tuple[str, str], quantity: Quantity, ours: Trace, reference: Trace, bound: Bound
 ) -> Agreement | None:
-    theirs, own = reference.get(quantity), ours.get(quantity)
-    worst: Agreement | None = None
+    reference_values, our_values = reference.get(quantity), ours.get(quantity)
+    worst_agreement: Agreement | None = None
     if quantity.stage_name == "trained weights":
-        return _compare_names(sides, quantity, own, theirs)
-    for owner, value in own.items():
-        other = theirs.get(owner)
-        if other is None:
+        return _compare_names(sides, quantity, our_values, reference_values)
+    for owner, value in our_values.items():
+        reference_value = reference_values.get(owner)
+        if reference_value is None:
             continue
         limit = bound(quantity, owner)
-        agreement = _compare_arrays(sides, quantity, owner, value, other, limit)
-        if worst is None or _excess(agreement) > _excess(worst):
-            worst = agreement
-    return worst
+        agreement = _compare_arrays(sides, quantity, owner, value, reference_value, limit)
+        if worst_agreement is None or _excess(agreement) > _excess(worst_agreement):
+            worst_agreement = agreement
+    return worst_agreement
 
 
 def _compare_arrays(
@@ -75,16 +75,18 @@ def _compare_arrays(
     quantity: Quantity,
     owner: Owner,
     value: np.ndarray,
-    other: np.ndarray,
+    reference_value: np.ndarray,
     limit: float,
 ) -> Agreement:
     by_token = not isinstance(owner, str)
-    if value.shape[1:] != other.shape[1:] or (len(value) != len(other) and not by_token):
+    if value.shape[1:] != reference_value.shape[1:] or (
+        len(value) != len(reference_value) and not by_token
+    ):
         return Agreement(quantity, sides, np.inf, limit, owner)
-    n = min(len(value), len(other))
+    n = min(len(value), len(reference_value))
     if not n:
         return Agreement(quantity, sides, 0.0, limit, owner)
-    a, b = value[:n].astype(np.float64), other[:n].astype(np.float64)
+    a, b = value[:n].astype(np.float64), reference_value[:n].astype(np.float64)
     with np.errstate(invalid="ignore"):
         gaps = np.abs(a - b)
     gaps[a == b] = 0.0  # both infinite
@@ -100,13 +102,13 @@ def _compare_arrays(
 
 
 def _compare_names(
-    sides: tuple[str, str], quantity: Quantity, own: object, theirs: object
+    sides: tuple[str, str], quantity: Quantity, our_values: object, reference_values: object
 ) -> Agreement:
     """Compare the sets of trained weights."""
-    ours, others = set(own), set(theirs)  # pyright: ignore[reportArgumentType]
-    differing = sorted(ours ^ others)
+    our_names, reference_names = set(our_values), set(reference_values)  # pyright: ignore[reportArgumentType]
+    differing = sorted(our_names ^ reference_names)
     name = differing[0] if differing else ""
-    pair = (float(name in ours), float(name in others))
+    pair = (float(name in our_names), float(name in reference_names))
     return Agreement(quantity, sides, float(len(differing)), 0.0, name, values=pair)
 
 

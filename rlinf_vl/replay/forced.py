@@ -74,8 +74,8 @@ class _ForcedBatch(Batch):
             for request, part in zip(requests, tensor.split(lengths), strict=True):
                 for turn in self.turns.get(id(request), ()):
                     # A session that was not reused is prefilled from its first token on.
-                    known = self.computed[turn.owner] - (len(request.ids) - len(part))
-                    yield turn.owner, part[known:]
+                    n_computed = self.computed[turn.owner] - (len(request.ids) - len(part))
+                    yield turn.owner, part[n_computed:]
 
         self.hooks.rows = rows
         try:
@@ -142,19 +142,21 @@ class ForcedStep:
         self.temperature = temperature
         self.dtype = dtype
 
-    def run(self, sent: Iterable[tuple[str, torch.Tensor]], trained: Iterable[str]) -> Trace:
+    def run(
+        self, sent_weights: Iterable[tuple[str, torch.Tensor]], trained: Iterable[str]
+    ) -> Trace:
         """Return the trace of the engine.
 
         Args:
-            sent: names and values of the weights that the trainer sends.
+            sent_weights: names and values of the weights that the trainer sends.
             trained: names of the weights that it trains.
         """
         subject, trace = self.subject, Trace()
         model = subject.packed_model(self.dtype)
-        own = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name in trained:
-                own[name].zero_()
+                parameters[name].zero_()
         engine = TorchEngine(
             model,
             subject.family,
@@ -178,8 +180,8 @@ class ForcedStep:
             hooks.append = True
             batch.computed = Counter()
             engine.batch = batch
-            engine.load_weights([dict(sent)], self.step.version)
-            for name, weight in own.items():
+            engine.load_weights([dict(sent_weights)], self.step.version)
+            for name, weight in parameters.items():
                 trace.put(Quantity.of("engine weights"), name, as_array(weight))
             for requests in self._requests(batch):
                 engine.generate(requests)
@@ -219,11 +221,11 @@ class ForcedStep:
         counts = tokens(np.array([grid for _, grid in sequence.images], np.int64).reshape(-1, 3))
         n_placeholders = int(tokens.mask(sequence.ids[:start]).sum())
         n_images = int(np.searchsorted(np.cumsum(counts), n_placeholders, side="right"))
-        seen = sequence.images[:n_images]
+        prompt_images = sequence.images[:n_images]
         return Request(
             sequence.ids[:start].astype(np.int32),
-            tuple(image for image, _ in seen),
-            np.array([grid for _, grid in seen], np.int32).reshape(-1, 3),
+            tuple(image for image, _ in prompt_images),
+            np.array([grid for _, grid in prompt_images], np.int32).reshape(-1, 3),
             SamplingParams(self.temperature, max_new_tokens=max(t.end - t.start for t in turns)),
             tuple(range(len(turns))),
             tuple(f"{turn.owner}" for turn in turns),

@@ -99,9 +99,9 @@ class Hooks:
         deepstack = kwargs.get("deepstack_visual_embeds") or ()
         where = kwargs.get("visual_pos_masks")
         for number, features in enumerate(deepstack):
-            whole = features.new_zeros(shape.numel(), features.shape[-1])
-            whole[where.reshape(-1)] = features.detach()  # pyright: ignore[reportOptionalMemberAccess]
-            self.put(Quantity.of("deepstack features", number), whole)
+            token_features = features.new_zeros(shape.numel(), features.shape[-1])
+            token_features[where.reshape(-1)] = features.detach()  # pyright: ignore[reportOptionalMemberAccess]
+            self.put(Quantity.of("deepstack features", number), token_features)
 
     def _after_text(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._rotary:

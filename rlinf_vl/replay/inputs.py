@@ -98,10 +98,10 @@ def _prompt(
 
 def _bound_pixels(processor: Any, subject: Subject) -> None:
     """Give transformers' processor the run's bounds of an image's area."""
-    own = getattr(subject.processor.image_processor, "_processor", None)  # pyright: ignore[reportOptionalMemberAccess]
-    theirs = getattr(processor, "image_processor", None)
-    if own is not None and theirs is not None and hasattr(own, "size"):
-        theirs.size = own.size
+    own_processor = getattr(subject.processor.image_processor, "_processor", None)  # pyright: ignore[reportOptionalMemberAccess]
+    their_processor = getattr(processor, "image_processor", None)
+    if own_processor is not None and their_processor is not None and hasattr(own_processor, "size"):
+        their_processor.size = own_processor.size
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:

@@ -93,7 +93,7 @@ class Minimiser:
         groups = (*step.groups[:g], smaller, *step.groups[g + 1 :])
         # Its messages show the image still.
         messages = {n: m for n, m in step.messages.items() if n != g}
-        return replace(step, groups=groups, messages=messages, whole=False, metrics={})
+        return replace(step, groups=groups, messages=messages, is_whole=False, metrics={})
 
     def _shorter(self, step: RecordedStep, shows: Callable[[RecordedStep], bool]) -> RecordedStep:
         """Cut the answers' ends: to one token, else by halves as long as that shows it."""
@@ -123,9 +123,9 @@ def _minimised(items: list[T], shows: Callable[[list[T]], bool]) -> list[T]:
                 break
         else:
             for part in _parts(items, size):
-                rest = [item for item in items if item not in part]
-                if rest and len(rest) > size and shows(rest):
-                    items = rest
+                remaining_items = [item for item in items if item not in part]
+                if remaining_items and len(remaining_items) > size and shows(remaining_items):
+                    items = remaining_items
                     size = 2 * size
                     break
     return items
@@ -170,7 +170,7 @@ def cut(step: RecordedStep, longest: int) -> RecordedStep:
             trajectories.append(shorter)
         groups.append(replace(group, trajectories=tuple(trajectories)))
     return replace(
-        step, groups=tuple(groups), train_logprobs=train_logprobs, whole=False, metrics={}
+        step, groups=tuple(groups), train_logprobs=train_logprobs, is_whole=False, metrics={}
     )
 
 

@@ -208,26 +208,28 @@ class PlainStep:
         The trace gets, for each token, by how much the least likely of them is less likely than the
         last one of the router's own: 0 where it would have chosen them.
         """
-        taken = experts.clone()
+        used_experts = experts.clone()
         forced = self.routes.get((layer, self._owner))
         if forced is not None:  # the engine has none of the last token
-            taken[: len(forced)] = torch.from_numpy(forced.astype(np.int64))
+            used_experts[: len(forced)] = torch.from_numpy(forced.astype(np.int64))
         probs = logits.softmax(-1, dtype=torch.float32)
-        deficit = probs.gather(1, experts).amin(-1) - probs.gather(1, taken).amin(-1)
+        deficit = probs.gather(1, experts).amin(-1) - probs.gather(1, used_experts).amin(-1)
         engine = self._engine_routes
         if engine is not None:
             k = experts.shape[1]
-            given = torch.from_numpy(engine.astype(np.int64)[:, number * k : (number + 1) * k])
+            engine_experts = torch.from_numpy(
+                engine.astype(np.int64)[:, number * k : (number + 1) * k]
+            )
             reported = torch.from_numpy(engine.any(1))
-            differs = (given.sort(-1).values != taken.sort(-1).values).any(-1)
+            differs = (engine_experts.sort(-1).values != used_experts.sort(-1).values).any(-1)
             # What the engine reported is to be used, whatever this router thinks of it.
             deficit = torch.where(reported, differs.float(), deficit)
-            taken = torch.where(reported[:, None], given, taken)
+            used_experts = torch.where(reported[:, None], engine_experts, used_experts)
         quantity = Quantity.of("decoder layer", layer, "experts")
         self._trace.put(quantity, self._owner, as_array(deficit))
-        chosen = probs.gather(1, taken)
+        chosen = probs.gather(1, used_experts)
         new_weights = chosen / chosen.sum(-1, keepdim=True)
-        return logits, new_weights.to(weights.dtype), taken
+        return logits, new_weights.to(weights.dtype), used_experts
 
     # --- loss ---------------------------------------------------------------------------------------
 
@@ -287,7 +289,7 @@ class PlainStep:
 
         Of a part of a step, the recorded one: its counts are those of the whole mini-batch.
         """
-        if not self.step.whole:
+        if not self.step.is_whole:
             return mini.denominator
         trajectories = [self.step.groups[g].trajectories[i] for g, i in mini.trajectories]
         mode = self.config.algorithm.loss_agg_func

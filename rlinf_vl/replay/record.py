@@ -34,8 +34,8 @@ def recorded_logprobs(
     """Return the step with the logprobs and the fingerprints that the torch engine has with the
     subject's weights."""
     temperature = config.algorithm.sampling_params.temperature
-    sent = subject.weights.items()
-    trace = ForcedStep(subject, step, temperature, dtype).run(sent, ())
+    sent_weights = subject.weights.items()
+    trace = ForcedStep(subject, step, temperature, dtype).run(sent_weights, ())
     computed = trace.get(Quantity.of("logprobs"))
 
     def sampled(sequence: TokenSequence, owner: tuple[int, int, int]) -> TokenSequence:

@@ -84,8 +84,8 @@ def place(agreement: Agreement, step: RecordedStep, subject: Subject) -> str:
     if subject.image_tokens.mask(sequence.ids[token : token + 1]).any():
         tokens = subject.image_tokens
         grids = np.array([grid for _, grid in sequence.images], np.int64).reshape(-1, 3)
-        before = int(tokens.mask(sequence.ids[: token + 1]).sum())
-        words += f" of image {int((tokens(grids).cumsum() < before).sum())}"
+        n_image_tokens = int(tokens.mask(sequence.ids[: token + 1]).sum())
+        words += f" of image {int((tokens(grids).cumsum() < n_image_tokens).sum())}"
     return words
 
 

@@ -234,14 +234,14 @@ def _weights(learner: LocalLearner) -> Iterator[tuple[str, np.ndarray]]:
 
 
 @contextmanager
-def _noted_prompts(messages: dict[bytes, list[Message]]) -> Iterator[None]:
+def _noted_prompts(messages_by_ids: dict[bytes, list[Message]]) -> Iterator[None]:
     """Note the messages of every prompt that is rendered in the block, by the prompt's ids."""
     render = Renderer.prompt
 
-    def prompt(self: Renderer, shown: Sequence[Message], images: Any, tools: Any = ()) -> Any:
-        ids, grids = render(self, shown, images, tools)
+    def prompt(self: Renderer, messages: Sequence[Message], images: Any, tools: Any = ()) -> Any:
+        ids, grids = render(self, messages, images, tools)
         if not tools:
-            messages[ids.astype(np.int32).tobytes()] = list(shown)
+            messages_by_ids[ids.astype(np.int32).tobytes()] = list(messages)
         return ids, grids
 
     Renderer.prompt = prompt  # pyright: ignore[reportAttributeAccessIssue]

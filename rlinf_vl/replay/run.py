@@ -167,13 +167,13 @@ class Replay:
         temperature = self.config.algorithm.sampling_params.temperature
         engine = ForcedStep(self.subject, step, temperature, dtype)
         with torch.no_grad():
-            sent = list(trained.trainer.weights(dtype))
+            sent_weights = list(trained.trainer.weights(dtype))
         names = [
             name
             for name, weight in trained.trainer.policy.model.named_parameters()
             if weight.requires_grad
         ]
-        return engine.run(sent, names)
+        return engine.run(sent_weights, names)
 
     def _put_weights(self, step: RecordedStep, trace: Trace, dtype: torch.dtype) -> None:
         """Put the weights that an engine must have into a trace."""
@@ -208,7 +208,7 @@ class Replay:
         for (g, i), logprobs in step.train_logprobs.items():
             trace.put(Quantity.of("old logprobs"), (g, i, 0), logprobs)
         metrics = {"loss": "actor/loss", "gradient norm": "actor/grad_norm"}
-        if step.whole and len(step.minibatches) == 1 and not step.random_weights:
+        if step.is_whole and len(step.minibatches) == 1 and not step.random_weights:
             for stage, name in metrics.items():
                 if name in step.metrics:
                     trace.put(Quantity.of(stage), "", np.array([step.metrics[name]]))
@@ -223,8 +223,8 @@ class Replay:
             expected.put(quantity, name, plain_adamw(name, weight, gradient, lr, self.config))
             largest = float(np.abs(weight).max(initial=0.0))
             limits[name] = UNITS * 2.0**-23 * largest + 1e-5 * lr
-        after = Trace({quantity: dict(trace.get(quantity))})
-        return compare((TRAINER, PLAIN), after, expected, lambda _, owner: limits[owner])
+        trained_weights = Trace({quantity: dict(trace.get(quantity))})
+        return compare((TRAINER, PLAIN), trained_weights, expected, lambda _, owner: limits[owner])
 
 
 def take_routes(trace: Trace) -> dict[tuple[int, Owner], np.ndarray]:

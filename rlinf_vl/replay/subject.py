@@ -55,14 +55,14 @@ class Subject:
         config = copy.deepcopy(self.config)
         switch_dropout_off(config)
         model = self.family.model_class.from_config(config, attn_implementation="sdpa").eval()
-        own = dict(model.named_parameters())
-        if missing := sorted(own.keys() ^ self.weights.keys()):
+        parameters = dict(model.named_parameters())
+        if missing := sorted(parameters.keys() ^ self.weights.keys()):
             raise ConfigError(
                 f"the file's weights are not those of a {self.family.model_type}: {missing[0]} is "
                 "in one of the two alone; record the step again"
             )
         with torch.no_grad():
-            for name, weight in own.items():
+            for name, weight in parameters.items():
                 stays_float32 = self.family.stays_float32(name)
                 # The tables of rotary angles are buffers, and stay in float32.
                 weight.data = self.weights[name].to(torch.float32 if stays_float32 else dtype)

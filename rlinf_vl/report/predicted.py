@@ -45,6 +45,8 @@ def compare_prediction(
         measured = statistics.median(step.get(f"time/{name}") or 0.0 for step in steps)
         rows.append(PredictedPhase(name, predicted, measured))
     occasional = [sum(step.get(f"time/{name}") or 0.0 for name in OCCASIONAL) for step in steps]
-    whole = [(step["time/step"] or 0.0) - o for step, o in zip(steps, occasional, strict=True)]
+    step_seconds = [
+        (step["time/step"] or 0.0) - o for step, o in zip(steps, occasional, strict=True)
+    ]
     predicted = float(prediction.get("seconds", 0.0)) - float(phases.get("checkpoint", 0.0))
-    return [*rows, PredictedPhase("whole step", predicted, statistics.median(whole))]
+    return [*rows, PredictedPhase("whole step", predicted, statistics.median(step_seconds))]

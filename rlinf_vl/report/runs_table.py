@@ -109,14 +109,16 @@ def _cells(line: RunLine) -> tuple[str, ...]:
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(line.started)) if line.started else ""
     progress = f"{line.step}/{line.total_steps}" if line.total_steps else str(line.step)
     figures = [_figure(value) for value in (line.reward, line.accuracy, line.val)]
-    best = _figure(line.best) if line.is_complete or line.best is None else f"≥ {line.best:.3f}"
+    best_cell = (
+        _figure(line.best) if line.is_complete or line.best is None else f"≥ {line.best:.3f}"
+    )
     n_problems = "" if line.problems is None else str(line.problems)
     hours = f"{line.hours:.2f}" if line.step else ""
-    shown = [f"{key}={value}" for key, value in list(line.differs.items())[:MAX_SHOWN]]
+    differences = [f"{key}={value}" for key, value in list(line.differs.items())[:MAX_SHOWN]]
     if len(line.differs) > MAX_SHOWN:
-        shown.append(f"and {len(line.differs) - MAX_SHOWN} more")
-    cells = (line.run, line.state, progress, *figures, best, n_problems, hours, began)
-    return (*cells, " ".join(shown))
+        differences.append(f"and {len(line.differs) - MAX_SHOWN} more")
+    cells = (line.run, line.state, progress, *figures, best_cell, n_problems, hours, began)
+    return (*cells, " ".join(differences))
 
 
 def _figure(value: float | None) -> str:
@@ -201,14 +203,15 @@ def _dotted(parents: Iterable[tuple[int, str]]) -> str:
 
 def _differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Return, for each config, the keys in which the configs differ, and its value of each."""
-    known = [config for config in configs if config]  # a run may have failed before it wrote one
-    keys = dict.fromkeys(key for config in known for key in config)
+    # A run may have failed before it wrote its config.
+    written_configs = [config for config in configs if config]
+    keys = dict.fromkeys(key for config in written_configs for key in config)
     differing = [
         key
         for key in keys
         if key not in NAMES_OF_A_RUN
         and not key.startswith("runner.code_files")
-        and len({config.get(key) for config in known}) > 1
+        and len({config.get(key) for config in written_configs}) > 1
     ]
     return [
         {key: " ".join(config.get(key, "–").split()) for key in differing} if config else {}

@@ -121,13 +121,13 @@ def build_sweep_report(folder: Path, output: Path | None = None) -> Path:
     axes, members = read_sweep(folder)
     settings = group_by_setting(axes, members)
     keys = dict.fromkeys(key for member in members for key in member.config)
-    begun = [member for member in members if member.config]
+    begun_members = [member for member in members if member.config]
     differing = {
-        key: sorted({member.config.get(key, "–") for member in begun})
+        key: sorted({member.config.get(key, "–") for member in begun_members})
         for key in keys
         if key not in (*axes, *SEEDS, *NAMES_OF_A_RUN)
         and not key.startswith("runner.code_files")
-        and len({member.config.get(key, "–") for member in begun}) > 1
+        and len({member.config.get(key, "–") for member in begun_members}) > 1
     }
     output = output or folder / "report.html"
     page = _render(folder, axes, members, settings, differing)

@@ -188,9 +188,9 @@ def _with_look(table: pa.Table, run: Path, step: int, notes: list[str]) -> pa.Ta
         return table
     by_key = {(row["split"], row["group_id"], row["sample"]): row for row in rows}
     keys = zip(*(table[name].to_pylist() for name in LOOK_KEY), strict=True)
-    found = [by_key.get(key, {}) for key in keys]
+    look_rows = [by_key.get(key, {}) for key in keys]
     for name in (WITH_IMAGES, WITH_BLANKS, "heat_maps"):
-        values = [row.get(name) for row in found]
+        values = [row.get(name) for row in look_rows]
         table = table.append_column(name, pa.array(values, LOOK_SCHEMA.field(name).type))
     return table
 
@@ -342,8 +342,8 @@ def _read(file: Path, notes: list[str], names: Sequence[str] = ()) -> pa.Table:
     Without names all of them, and further columns that have a number per token, as float32.
     """
     # The page shows prompts as text.
-    shown = [name for name in SCHEMA.names if name != "prompt_ids"]
-    fields = [SCHEMA.field(name) for name in names or shown]
+    page_names = [name for name in SCHEMA.names if name != "prompt_ids"]
+    fields = [SCHEMA.field(name) for name in names or page_names]
     try:
         with pq.ParquetFile(file) as parquet:
             column_types = {field.name: field.type for field in parquet.schema_arrow}

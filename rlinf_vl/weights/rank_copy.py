@@ -45,11 +45,11 @@ class RankCopy:
     bucket_bytes: int
 
     def __post_init__(self) -> None:
-        self._kept: list[PartBucket] = []
+        self._copied_buckets: list[PartBucket] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(bucket.values.nbytes for bucket in self._kept)
+        return sum(bucket.values.nbytes for bucket in self._copied_buckets)
 
     def buckets(self) -> Iterator[PartBucket]:
         """Yield the buckets of the current weights. Collective; every rank must come to the end."""
@@ -72,8 +72,10 @@ class RankCopy:
 
         None if it was not copied yet, or had other weights.
         """
-        is_kept = number < len(self._kept) and self._kept[number][:2] == bucket[:2]
-        return self._kept[number].values if is_kept else None
+        is_kept = (
+            number < len(self._copied_buckets) and self._copied_buckets[number][:2] == bucket[:2]
+        )
+        return self._copied_buckets[number].values if is_kept else None
 
     def keep(self, number: int, bucket: PartBucket) -> None:
         """Copy a bucket over the copy before. `wait` returns when it is done."""
@@ -84,7 +86,9 @@ class RankCopy:
             memory = torch.empty(bucket.values.shape, dtype=bucket.values.dtype, pin_memory=True)
         is_new = self.kept(number, bucket) is None
         # Buckets behind one that is new are other ones, too.
-        self._kept[number : None if is_new else number + 1] = [bucket._replace(values=memory)]
+        self._copied_buckets[number : None if is_new else number + 1] = [
+            bucket._replace(values=memory)
+        ]
         if self.device == "cuda":
             memory.copy_(bucket.values, non_blocking=True)
 
@@ -101,7 +105,7 @@ class RankCopy:
 
     def deltas(self) -> Iterator[Delta]:
         """Yield the copy as changes that have every value, one for each bucket."""
-        for number, (dtype, pieces, values) in enumerate(self._kept):
+        for number, (dtype, pieces, values) in enumerate(self._copied_buckets):
             yield Delta.between(None, values, number=number, base=None, dtype=dtype, pieces=pieces)
 
 

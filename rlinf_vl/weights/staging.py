@@ -302,8 +302,11 @@ class StagedBuffers:
         if key not in self._opened:
             if torch.cuda.is_available() and len(arguments) > REBUILD_DEVICE:
                 # The sender has the GPU under another number, where either sees several.
-                before, after = arguments[:REBUILD_DEVICE], arguments[REBUILD_DEVICE + 1 :]
-                arguments = (*before, torch.cuda.current_device(), *after)
+                leading_arguments, trailing_arguments = (
+                    arguments[:REBUILD_DEVICE],
+                    arguments[REBUILD_DEVICE + 1 :],
+                )
+                arguments = (*leading_arguments, torch.cuda.current_device(), *trailing_arguments)
             self._opened[key] = rebuild(*arguments)
         return self._opened[key][: bucket.nbytes]
 

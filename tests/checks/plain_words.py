@@ -28,6 +28,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("rlinf_vl/api.py", "others"): "a parameter of the public Run.report",
     ("rlinf_vl/data/dataset.py", "bad"): "a field of FilterResult, which five rooms read",
     ("rlinf_vl/data/dataset.py", "kept"): "a field of FilterResult, which five rooms read",
+    ("rlinf_vl/report/runs_table.py", "best"): "a key of `rlinf-vl runs --json`",
     ("rlinf_vl/toy/maze.py", "shown"): "a key of rollout.env_kwargs",
 }
 

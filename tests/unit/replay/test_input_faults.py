@@ -30,7 +30,7 @@ def step(toy_folder) -> RecordedStep:
     sample = Sample(ids[-3:], np.full(3, -1, np.float32), np.zeros(3, np.int32), "stop")
     return RecordedStep(
         1, "", (answered(request, [sample], "g0"),), (PlannedMiniBatch((((0, 0),),), 3),), (((0.5,),),),
-        messages={0: messages}, model_path=str(toy_folder), whole=False,
+        messages={0: messages}, model_path=str(toy_folder), is_whole=False,
     )  # fmt: skip
 
 
