@@ -21,9 +21,9 @@ more than `MAX_EXCESS` times as large: then something grows with the square.
 """
 
 import argparse
-import gc
 import asyncio
 import dataclasses
+import gc
 import io
 import json
 import math

@@ -62,7 +62,7 @@ def test_projections_and_head_have_the_gradients_of_float64(by_onednn):
 
     ours = loss(
         torch.float32,
-        lambda x, weights: cpu._Projections.apply(x, *weights),
+        lambda x, weights: cpu._Projections.apply(x, (), *weights),
         lambda hidden, weight: token_logprobs(hidden, weight, targets, chunk=16)[0],
     )
     assert by_onednn and all(by_onednn)
