@@ -47,7 +47,7 @@ def model_figures(folder: Path, lr: float, args: argparse.Namespace) -> dict[str
         args.tokens,
         "cpu",
         False,
-        False,
+        "none",
     )
     trainer = make_trainer(folder, processor, args, "fp32")
     for group in trainer.optimizer.param_groups:

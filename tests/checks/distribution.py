@@ -119,7 +119,7 @@ def check_configs(installed: Path, empty: Path) -> None:
         "import rlinf_vl, sys\n"
         "from rlinf_vl.config import load_config\n"
         f"assert rlinf_vl.__file__.startswith({str(installed.parent)!r}), rlinf_vl.__file__\n"
-        f"for name in {names!r}:\n    load_config(name, ['rollout.rollout_backend=torch'])\n"
+        f"for name in {names!r}:\n    load_config(name)\n"
         "print(load_config('mine').runner.max_steps)\n"
         "for path in ('models/tiny', 'toy', 'owner/name'):\n"
         "    print(load_config('mine', [f'rollout.model.model_path={path}']).rollout.model.model_path)\n"
