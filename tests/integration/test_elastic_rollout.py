@@ -25,8 +25,8 @@ def nothing(response, answer, **row):
     return 0.0
 
 if "rlinf_vl.rollout.worker" in sys.modules:
-    from rlinf_vl.weights import delta
-    patches = delta.patches
+    from rlinf_vl.weights import changes
+    patches = changes.patches
 
     def hang(deltas, device):
         while deltas[0].base is None and Path("FOLDER/hang").exists():
@@ -34,7 +34,7 @@ if "rlinf_vl.rollout.worker" in sys.modules:
             time.sleep(0.1)
         yield from patches(deltas, device)
 
-    delta.patches = hang
+    changes.patches = hang
 """
 
 
