@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from rlinf_vl.api import Run
+from rlinf_vl.config.processing import ProcessorOptions, processor_options
 from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.controller.export import restore
@@ -150,20 +151,14 @@ def load_policy(
     path = Path(folder.folder if isinstance(folder, Run) else folder).expanduser()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model_dtype = DTYPES[dtype or ("bf16" if device == "cuda" else "fp32")]
-    processor_options: dict[str, Any] = {}
+    pixel_options: ProcessorOptions | None = None
     template_options: dict[str, Any] = {}
     if (path / STATE_FILE).is_file() or checkpoints(path):
         trusted = trust_run_code or (isinstance(folder, Run) and folder.trust_run_code)
         model, family, base, config = restore(path, trusted)
         merge_adapters(model)
         # Prompts must look as in training: images of the same size, the same template.
-        processor_options = {
-            "min_pixels": config.data.image_min_pixels,
-            "max_pixels": config.data.image_max_pixels,
-            "video_min_pixels": config.data.video.min_pixels,
-            "video_max_pixels": config.data.video.max_pixels,
-            "trust_remote_code": config.rollout.model.trust_remote_code,
-        }
+        pixel_options = processor_options(config)
         template_options = {
             "thinking": config.rollout.thinking.mode,
             "template_variables": config.rollout.chat_template_kwargs,
@@ -176,7 +171,7 @@ def load_policy(
         model: Any = load_model(base, family, DTYPES["fp32"])
         if base != str(path) and (path / ADAPTERS).is_file():
             model = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
-    processor = Processor(base, family, **processor_options)
+    processor = Processor(base, family, **(pixel_options or {}))
     return Policy(model.to(model_dtype), family, processor, device=device, **template_options)
 
 

@@ -9,6 +9,7 @@ from rlinf_vl.actor import expert_sharding
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.actor.trainer import TeacherSource, Trainer
 from rlinf_vl.algorithms.losses import takes_six_arguments
+from rlinf_vl.config.processing import processor_options
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.algorithm import LOSSES
 from rlinf_vl.config.schema.guidance import SELF
@@ -80,11 +81,7 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
     processor = Processor(
         path,
         family,
-        min_pixels=config.data.image_min_pixels,
-        max_pixels=config.data.image_max_pixels,
-        video_min_pixels=config.data.video.min_pixels,
-        video_max_pixels=config.data.video.max_pixels,
-        trust_remote_code=rollout.trust_remote_code,
+        **processor_options(config),
     )
 
     # Quantization needs whole weights, and every rank has all of them.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rlinf_vl.config.processing import processor_options
 from rlinf_vl.controller.export import restore
 from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.images import blank_like
@@ -130,11 +131,7 @@ def _load(checkpoint: Path, split: str, trust_run_code: bool) -> Model:
     processor = Processor(
         restored.base,
         restored.family,
-        min_pixels=config.data.image_min_pixels,
-        max_pixels=config.data.image_max_pixels,
-        video_min_pixels=config.data.video.min_pixels,
-        video_max_pixels=config.data.video.max_pixels,
-        trust_remote_code=config.rollout.model.trust_remote_code,
+        **processor_options(config),
     )
     algorithm = config.algorithm
     sampling = algorithm.sampling_params if split == "train" else algorithm.val_sampling_params

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.processing import processor_options
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_of
@@ -110,11 +111,7 @@ def subject_of(step: RecordedStep, config: Config) -> Subject:
     processor = Processor(
         folder,
         family,
-        min_pixels=config.data.image_min_pixels,
-        max_pixels=config.data.image_max_pixels,
-        video_min_pixels=config.data.video.min_pixels,
-        video_max_pixels=config.data.video.max_pixels,
-        trust_remote_code=rollout.trust_remote_code,
+        **processor_options(config),
     )
     model_config = AutoConfig.from_pretrained(folder, trust_remote_code=rollout.trust_remote_code)
     weights = _weights(step, family, model_config)

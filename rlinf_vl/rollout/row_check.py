@@ -6,6 +6,7 @@ It also makes the parts of a rollout worker that this needs: processor, scorer, 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rlinf_vl.config.processing import processor_options
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.guidance import DistillationConfig
 from rlinf_vl.data.dataset import FilterResult, ProblemDataset
@@ -34,11 +35,7 @@ def processor_of(config: Config, model_path: str) -> Processor:
             config.actor.model.vlm.paths,
             config.runner.code_files,
         ),
-        min_pixels=config.data.image_min_pixels,
-        max_pixels=config.data.image_max_pixels,
-        video_min_pixels=config.data.video.min_pixels,
-        video_max_pixels=config.data.video.max_pixels,
-        trust_remote_code=model.trust_remote_code,
+        **processor_options(config),
     )
 
 

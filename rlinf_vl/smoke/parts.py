@@ -1,15 +1,17 @@
 """The parts of a run that a smoke run starts and drives: those of `train`, on Ray or in this
 process."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.dataset_plan import DatasetPlan, find_usable_rows
-from rlinf_vl.controller.protocols import Learner, Pool, WeightSyncer
+from rlinf_vl.controller.protocols import WeightSyncer
+from rlinf_vl.controller.recorder import Writer
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.observe.progress import RunProgress
@@ -17,7 +19,7 @@ from rlinf_vl.observe.progress import RunProgress
 Scores = list[tuple[int, int, float, float]]
 
 
-class Parts(Protocol):
+class Parts(ABC):
     """The parts of one smoke run.
 
     Attributes:
@@ -27,40 +29,12 @@ class Parts(Protocol):
 
     device: str
     description: str
-    pool: Pool
-    learner: Learner
+    pool: Any
+    learner: Any
     gpu: SharedGpu
     sync: WeightSyncer
     data: DatasetPlan
     log: RunLog
-
-    def start_engines(self) -> None:
-        """Start the engines, and check the rows."""
-        ...
-
-    def start_learner(self) -> None:
-        """Load and shard the policy, on the GPUs that the engines leave to it."""
-        ...
-
-    def score_at(self, minibatch: Sequence[Any], temperature: float) -> Scores:
-        """Call `Rank.score_at` on every rank."""
-        ...
-
-    def fingerprints(self) -> list[int]:
-        """Call `Rank.fingerprint` on every rank."""
-        ...
-
-    def stop(self) -> None:
-        """End engines and ranks in order; without it they are killed."""
-        ...
-
-
-class RayParts:
-    """`Parts` as `controller.supervise` starts them; `stack` ends them."""
-
-    learner: Any
-    pool: Any
-    sync: WeightSyncer
 
     def __init__(
         self,
@@ -68,11 +42,47 @@ class RayParts:
         run_dir: Path,
         progress: RunProgress,
         stack: ExitStack,
-        check: Any,
+        check: Callable[[], None],
     ) -> None:
+        """
+        Args:
+            stack: ends what is started.
+            check: raises an error where the run was asked to stop.
+        """
         self._config, self._run_dir, self._progress = config, run_dir, progress
         self._stack, self._check = stack, check
         self._path = config.rollout.model.model_path
+
+    def open_log(self, writer: Callable[[Config, Path, str], Writer]) -> RunLog:
+        """Return the run's log, whose trajectories `writer` writes."""
+        start_writer = partial(writer, self._config, self._run_dir, self._path)
+        return self._stack.enter_context(
+            closing(RunLog(self._config, self._run_dir, start_writer, self._progress))
+        )
+
+    @abstractmethod
+    def start_engines(self) -> None:
+        """Start the engines, and check the rows."""
+
+    @abstractmethod
+    def start_learner(self) -> None:
+        """Load and shard the policy, on the GPUs that the engines leave to it."""
+
+    @abstractmethod
+    def score_at(self, minibatch: Sequence[Any], temperature: float) -> Scores:
+        """Call `Rank.score_at` on every rank."""
+
+    @abstractmethod
+    def fingerprints(self) -> list[int]:
+        """Call `Rank.fingerprint` on every rank."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End engines and ranks in order; without it they are killed."""
+
+
+class RayParts(Parts):
+    """`Parts` as `controller.supervise` starts them; `stack` ends them."""
 
     def start_engines(self) -> None:
         from rlinf_vl.actor.group import ActorGroup
@@ -87,10 +97,7 @@ class RayParts:
         reservation = self._stack.enter_context(reserve(config, True, options))
         self.device = reservation.device
         settle_memory(config, path, reservation)
-        writer = partial(RemoteWriter, config, run_dir, path)
-        self.log = self._stack.enter_context(
-            closing(RunLog(config, run_dir, writer, self._progress))
-        )
+        self.log = self.open_log(RemoteWriter)
         strategy = strategy_of(config, reservation)
         self.pool = RolloutPool(config, path, reservation, report=self.log.event, check=self._check)
         self._stack.callback(self.pool.close)
@@ -119,24 +126,8 @@ class RayParts:
         self.learner.stop()
 
 
-class LocalParts:
+class LocalParts(Parts):
     """`Parts` as `local.supervise` starts them: one engine and one rank in this process."""
-
-    learner: Any
-    pool: Any
-    sync: WeightSyncer
-
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        progress: RunProgress,
-        stack: ExitStack,
-        check: Any,
-    ) -> None:
-        self._config, self._run_dir, self._progress = config, run_dir, progress
-        self._stack, self._check = stack, check
-        self._path = config.rollout.model.model_path
 
     def start_engines(self) -> None:
         from rlinf_vl.local.pool import LocalPool
@@ -144,10 +135,7 @@ class LocalParts:
 
         config, run_dir, path = self._config, self._run_dir, self._path
         self.device = self._stack.enter_context(settled_process(config))
-        writer = partial(DirectWriter, config, run_dir, path)
-        self.log = self._stack.enter_context(
-            closing(RunLog(config, run_dir, writer, self._progress))
-        )
+        self.log = self.open_log(DirectWriter)
         self.pool = LocalPool(config, path, self.device, self._check)
         self._stack.callback(self.pool.stop)
         self.data = find_usable_rows(config, run_dir, self.pool, self._progress)

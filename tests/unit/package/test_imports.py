@@ -54,7 +54,7 @@ ROOMS = {
     "recipes": {"config"},
     "report": {"config", "observe", "runtime"},
     "calibrate": {"actor", "config", "controller", "local", "preflight"},
-    "look": {"controller", "data", "models", "observe", "packing", "report", "runtime"},
+    "look": {"config", "controller", "data", "models", "observe", "packing", "report", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "weights",
     },
