@@ -266,12 +266,14 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
     if set(placement.actor) - set(placement.rollout):
         gpus.append(Gpu("actor", rank_phases))
     if not placement.beside_actors:
+        largest = _bytes(config.rollout.model.precision) * model.weights.largest
+        received_bytes = strategy.receiver_peak_bytes(largest)
         gpus.append(
             Gpu(
                 "rollout",
                 {
                     "generate": with_cache,
-                    "sync": with_cache | {"buckets in flight": strategy.receiver_peak_bytes()},
+                    "sync": with_cache | {"buckets in flight": received_bytes},
                 },
             )
         )

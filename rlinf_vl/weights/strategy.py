@@ -83,12 +83,16 @@ class Strategy:
         return not self.obstacle(site)
 
     def sender_peak_bytes(self, largest_weight_bytes: int) -> int:
-        """Return the device memory that a sync takes on a rank, beside a gathered weight."""
-        return 2 * BUCKET_BYTES  # a bucket that is sent, and one made meanwhile
+        """Return the device memory that a sync takes on a rank, beside a gathered weight.
 
-    def receiver_peak_bytes(self) -> int:
+        A bucket is sent once it has `BUCKET_BYTES`, so one that holds a large weight is larger.
+        """
+        # A bucket that is sent, and one made meanwhile.
+        return 2 * max(BUCKET_BYTES, largest_weight_bytes)
+
+    def receiver_peak_bytes(self, largest_weight_bytes: int) -> int:
         """Return the device memory that a sync takes beside an engine on a GPU of its own."""
-        return 2 * BUCKET_BYTES
+        return 2 * max(BUCKET_BYTES, largest_weight_bytes)
 
     def waits_for_readers(self, device: str) -> bool:
         """Return whether `Sender.deliver` needs the place and process id of each worker."""
