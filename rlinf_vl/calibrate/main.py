@@ -26,6 +26,9 @@ def render(calibration: Calibration) -> str:
         "ms a layer and step",
         f"- a group: {1e3 * rates.group_s:.1f} ms beside its tokens; a weight sync: "
         f"{1e3 * rates.sync_s:.1f} ms",
+        f"- while all {rates.cores} cores compute, a slot takes {rates.full_slowdown:.2f} times as long"
+        if rates.cores > 1
+        else "- a slot has its device to itself",
         f"- memory {rates.host / 1e9:.1f} GB/s, rank to rank {rates.node / 1e9:.2f} GB/s, a "
         f"collective {1e3 * rates.collective_s:.2f} ms",
     ]

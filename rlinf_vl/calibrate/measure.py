@@ -7,6 +7,7 @@
 | updates on few and many groups | seconds of a micro-batch's operations, FLOPs a second |
 | AdamW alone; a weight sync | bytes a second of the optimizer; seconds of a sync |
 | copies, and an exchange of two processes | bytes a second of memory, and from rank to rank |
+| groups and updates beside neighbours | how much slower a slot is while all cores compute |
 
 Groups are the config's own, with images, environment and rewards.
 On a CPU seconds are those of the processor: other programs on the machine do not change them. On a
@@ -14,16 +15,19 @@ GPU they are those of the clock. The fitted rates belong to products of the mode
 """
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from rlinf_vl.actor.trainer import Trainer
 from rlinf_vl.calibrate.exchange import exchange_rate
+from rlinf_vl.calibrate.neighbours import full_slowdown
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import plan_of
 from rlinf_vl.controller.tasks import make_tasks
@@ -85,6 +89,15 @@ def measure(
             try:
                 sync_s = _sync_seconds(config, pool, learner, clock)
                 trained = _train(config, learner, generated, clock, report)
+                cores = len(os.sched_getaffinity(0)) if device == "cpu" else 0
+                report("measuring beside neighbours")
+                text = model.shape.get_text_config()
+                slowdown = full_slowdown(
+                    partial(_round_seconds, config, pool, learner, rows, clock),
+                    cores,
+                    text.hidden_size,
+                    getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+                )
             finally:
                 learner.stop()
         finally:
@@ -133,6 +146,8 @@ def measure(
         wake_s=0.0,
         group_s=group_s,
         step_s=0.0,
+        cores=cores,
+        full_slowdown=slowdown,
     )
     return Calibration(rates, lengths, name, device, max(decode_left, train_left))
 
@@ -250,6 +265,24 @@ def _train(
             )
         )
     return trained[1:]
+
+
+def _round_seconds(
+    config: Config,
+    pool: LocalPool,
+    learner: LocalLearner,
+    rows: list[int],
+    clock: Callable[[], float],
+) -> float:
+    """Return the seconds in which half of a step's groups are generated and trained on."""
+    size = max(1, config.data.rollout_batch_size // 2)
+    start = clock()
+    tasks = make_tasks("train", rows[:size], config.algorithm.group_size, 0, 0)
+    results = pool.submit(tasks).results()
+    plan = plan_of(0, [_with_rewards(result.summary) for result in results], config, learner)
+    learner.fetch_groups(plan.minibatches, [result.group for result in results])
+    learner.update(0, plan.minibatches, plan.advantages, (), plan.kl_scale, lambda: None)
+    return clock() - start
 
 
 def _with_rewards(summary: GroupSummary) -> GroupSummary:

@@ -38,6 +38,8 @@ class Rates:
         sync_s: seconds of a weight sync beside its bytes; `wake_s`: of sleeping and waking.
         group_s: seconds of a group beside its tokens: its row, prompt, images, reward and transport.
         step_s: seconds of a step beside all of these: planning, logging, recording.
+        cores: of the machine, where slots are processes that share them; 0: each has its device.
+        full_slowdown: seconds of a slot while all cores compute, over its seconds alone.
     """
 
     source: str
@@ -64,6 +66,18 @@ class Rates:
     wake_s: float
     group_s: float
     step_s: float
+    cores: int = 0
+    full_slowdown: float = 1.0
+
+    def slowdown(self, busy: int) -> float:
+        """Return the seconds of a slot while so many of a machine compute, over its seconds alone.
+
+        Processes on cores share caches and memory, and take turns where they are more than those.
+        """
+        if not self.cores or busy <= 1:
+            return 1.0
+        share = min(1.0, (busy - 1) / max(1, self.cores - 1))
+        return (1 + (self.full_slowdown - 1) * share) * max(1.0, busy / self.cores)
 
     def as_dict(self) -> dict[str, float | str | bool]:
         """Return the rates by name, for a file."""

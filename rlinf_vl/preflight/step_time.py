@@ -17,7 +17,7 @@ collection, a shared network, recompilation, environments that take longer than 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from rlinf_vl.config.placement import Placement
@@ -56,6 +56,7 @@ class StepTime:
         overhead: of planning, logging and recording.
         schedule: `runner.schedule`.
         tokens: of prompts and responses, that a step trains on.
+        contention: that generating and training at once take longer, as they share cores.
     """
 
     phases: dict[str, float]
@@ -63,6 +64,7 @@ class StepTime:
     schedule: str
     tokens: float
     slots: int
+    contention: float = 0.0
 
     @property
     def total(self) -> float:
@@ -72,7 +74,7 @@ class StepTime:
         between = phases["sync"] + phases["wake"] + phases["checkpoint"] + self.overhead
         if self.schedule == "sync":
             return phases["generate"] + train + between
-        return max(phases["generate"], train) + between
+        return max(phases["generate"], train) + self.contention + between
 
     @property
     def tokens_per_slot(self) -> float:
@@ -131,6 +133,8 @@ def estimate_step(
     engines = placement.engines
     tp = min(map(len, engines))
     shape = engine_shape(config, model)
+    n_engine_slots, n_ranks = _on_a_node(placement, placement.rollout), grid.per_node
+    engines_alone, ranks_alone = rates.slowdown(n_engine_slots), rates.slowdown(n_ranks)
     running = running_at_once(config.rollout.max_running_requests, kv_tokens, lengths, group_size)
     generate = generate_seconds(
         shape,
@@ -142,18 +146,60 @@ def estimate_step(
         lengths=lengths,
     )
     phases = {
-        "generate": generate,
-        "images": ranks.images(groups * lengths.images),
-        "logprobs": (n - first + reference_passes) * ranks.mini_batch(training=False),
-        "train": n * (ranks.mini_batch(training=True) + ranks.optimizer()),
+        "generate": engines_alone * generate,
+        "images": ranks_alone * ranks.images(groups * lengths.images),
+        "logprobs": ranks_alone * (n - first + reference_passes) * ranks.mini_batch(training=False),
+        "train": ranks_alone * n * (ranks.mini_batch(training=True) + ranks.optimizer()),
         "sync": _sync(config, model, placement, grid, rates),
         "wake": wake,
         "checkpoint": _checkpoint(config, model, grid, rates),
     }
+    training = phases["images"] + phases["logprobs"] + phases["train"]
+    contention = 0.0
+    if config.runner.generates_ahead:
+        if config.runner.schedule == "async" and phases["generate"] > training:
+            # Weights arrive while rows are decoded; half of their tokens are there on average.
+            group_tokens = lengths.prompt + group_size * lengths.response / 2
+            phases["generate"] += _recomputed(
+                config, shape, rates, groups / len(engines) * group_tokens
+            )
+        both = rates.slowdown(n_engine_slots + n_ranks)
+        contention = _contention(
+            phases["generate"], both / engines_alone, training, both / ranks_alone
+        )
     # Trained tokens, each trajectory with its prompt, as throughput is usually given.
     trained = groups * group_size * (lengths.prompt + lengths.response)
     slots = len({*placement.actor, *placement.rollout})
-    return StepTime(phases, rates.step_s, config.runner.schedule, trained, slots)
+    return StepTime(phases, rates.step_s, config.runner.schedule, trained, slots, contention)
+
+
+def _on_a_node(placement: Placement, slots: Collection[int]) -> int:
+    """Return the largest number of these slots that are on one machine."""
+    nodes = [placement.node_of(slot) for slot in slots]
+    return max(nodes.count(node) for node in set(nodes))
+
+
+def _recomputed(config: Config, shape: EngineShape, rates: Rates, tokens: float) -> float:
+    """Return the seconds in which an engine computes keys and values of tokens with new weights."""
+    if config.rollout.kv_after_update == "keep":
+        return 0.0
+    # A calibrated engine's prompts are part of its groups' seconds: there the trainer's rate is.
+    products = min(rates.prefill_products, rates.products)
+    return 2 * shape.active * tokens / (products * config.rollout.tensor_parallel_size)
+
+
+def _contention(
+    generate: float, generate_slowdown: float, training: float, train_slowdown: float
+) -> float:
+    """Return the seconds by which two phases at once take longer than the longer one alone.
+
+    While both last each takes its slowdown times as long; then the longer one goes on alone.
+    """
+    (short, slowed), (_, longer_slowed) = sorted(
+        [(generate, generate_slowdown), (training, train_slowdown)]
+    )
+    shared = short * slowed
+    return shared - shared / longer_slowed
 
 
 def engine_shape(config: Config, model: Model) -> EngineShape:
@@ -205,16 +251,22 @@ class _Ranks:
         #: Time of the fullest rank over that of the mean.
         self.imbalance = IMBALANCE if rows > 1 else 1.0
         row_tokens = tokens / rows / minibatches
-        self.n_micro = max(1, math.ceil(row_tokens / (FILL * config.runner.max_tokens_per_mbs)))
+        budget, group_size = config.runner.max_tokens_per_mbs, config.algorithm.group_size
+        if config.runner.enable_dynamic_batch_size:
+            n_micro = row_tokens / (FILL * budget)
+        else:
+            trajectories = config.data.rollout_batch_size * group_size / rows / minibatches
+            n_micro = trajectories / config.actor.micro_batch_size
+        self.n_micro = max(1, math.ceil(n_micro))
         #: Tokens of a rank in a micro-batch.
         self.tokens = row_tokens / self.n_micro / grid.context
-        budget = config.runner.max_tokens_per_mbs
         self.trace = model.step(budget, grid.context, fsdp.gradient_checkpointing)
         self.share = self.tokens / -(-budget // grid.context)
         # Each query of a response sees its prompt and half of the response.
-        group_size, r, p = config.algorithm.group_size, lengths.response, lengths.prompt
-        pairs = p * p / 2 + group_size * (p * r + r * r / 2)
-        self.pairs = self.tokens * pairs / (p + group_size * r)
+        r, p = lengths.response, lengths.prompt
+        prompts = 1 if config.actor.share_prompts else group_size
+        pairs = prompts * p * p / 2 + group_size * (p * r + r * r / 2)
+        self.pairs = self.tokens * pairs / (prompts * p + group_size * r)
 
     def _compute(
         self, work: Work, operations: float, share: float, pairs: float, products: float

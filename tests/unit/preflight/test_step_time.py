@@ -1,5 +1,7 @@
 """The estimate of a step: its closed forms, and what may only make it longer or shorter."""
 
+from dataclasses import replace
+
 import pytest
 from tiny import tiny_config
 
@@ -76,10 +78,10 @@ def model(tmp_path_factory) -> Model:
     return Model(parse_config(FLAGSHIP), str(folder))
 
 
-def estimated(model, *overrides, gpus=8, nodes=1, kv_tokens=500_000):
+def estimated(model, *overrides, gpus=8, nodes=1, kv_tokens=500_000, rates=H100):
     config = parse_config(FLAGSHIP, overrides)
     placement = placement_of(config, (gpus,) * nodes)
-    return estimate_step(config, model, placement, H100, usual_lengths(config), kv_tokens)
+    return estimate_step(config, model, placement, rates, usual_lengths(config), kv_tokens)
 
 
 def test_what_makes_a_step_longer(model):
@@ -106,6 +108,44 @@ def test_schedules_ahead_hide_the_shorter_part(model):
     train = sum(sync.phases[name] for name in ("images", "logprobs", "train"))
     hidden = min(train, sync.phases["generate"])
     assert sync.total - ahead.total == pytest.approx(hidden)
+
+
+def test_phases_at_once_take_longer_on_shared_cores(model):
+    """Two of two cores, each 1.2 times as slow: the shorter phase's part of both is 20 % longer."""
+    split = "cluster.component_placement={actor: 0, rollout: 1}"
+    two_cores = replace(H100, cores=2, full_slowdown=1.2)
+    sync = estimated(model, split, gpus=2, rates=two_cores)
+    ahead = estimated(model, split, "runner.schedule=one_step_off", gpus=2, rates=two_cores)
+    assert sync.contention == 0
+    train = sum(sync.phases[name] for name in ("images", "logprobs", "train"))
+    short = min(train, sync.phases["generate"])
+    assert ahead.contention == pytest.approx(0.2 * short)
+    # Ranks that compute at once are neighbours in every schedule.
+    ranks = "cluster.component_placement={actor: 0-1, rollout: 0}"
+    slowed = estimated(model, ranks, gpus=2, rates=two_cores)
+    alone = estimated(model, ranks, gpus=2)
+    assert slowed.phases["train"] == pytest.approx(1.2 * alone.phases["train"])
+
+
+def test_processes_beyond_the_cores_take_turns():
+    rates = replace(H100, cores=2, full_slowdown=1.2)
+    assert [rates.slowdown(busy) for busy in (1, 2, 4)] == pytest.approx([1, 1.2, 2.4])
+    assert H100.slowdown(4) == 1
+
+
+def test_an_engine_computes_running_responses_anew_with_each_update(model):
+    split = "cluster.component_placement={actor: 0-3, rollout: 4-7}"
+    ahead = ("runner.schedule=async", "data.rollout_batch_size=2048", split)
+    keeps = estimated(model, *ahead, "rollout.kv_after_update=keep")
+    recomputes = estimated(model, *ahead)
+    assert recomputes.phases["generate"] > keeps.phases["generate"]
+
+
+def test_micro_batches_of_a_number_of_trajectories(model):
+    """As many of them, each with its operations, as there are trajectories for."""
+    filled = estimated(model)
+    by_number = ("runner.enable_dynamic_batch_size=false", "actor.micro_batch_size=1")
+    assert estimated(model, *by_number).phases["train"] > filled.phases["train"]
 
 
 def test_the_traces_work_is_that_of_the_products(model):
