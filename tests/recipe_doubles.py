@@ -1,16 +1,13 @@
 """The CPU double of a recipe: its algorithm, turns, environment and rewards with a toy model and toy data."""
 
+import shutil
+from pathlib import Path
+
 from rlinf_vl.config import load_config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.recipes.catalog import recipes
 
 VARIANTS = [name for recipe in recipes().values() for name in recipe.variants]
-#: The last variant of each recipe that claims a double; those of its others differ in a setting or two.
-TRAINED = [
-    [name for name, variant in recipe.variants.items() if variant.state == "CPU double run"][-1:]
-    for recipe in recipes().values()
-]
-TRAINED = [name for names in TRAINED for name in names]
 #: Family → the toy that stands in for its models; the toy's own has the architecture of Qwen3-VL.
 TOY_OF = {
     toy.model_type: name
@@ -47,9 +44,56 @@ def double_of(name: str) -> list[str]:
         "rollout.gpu_memory_utilization=auto", "rollout.model.precision=fp32", "actor.fsdp_config.mixed_precision.param_dtype=fp32",
         "actor.fsdp_config.mixed_precision.reduce_dtype=fp32", "actor.fsdp_config.gradient_checkpointing=none",
         "data.image_min_pixels=null", "data.image_max_pixels=null",
-        f"data.rollout_batch_size={algorithm.n_minibatches * max(1, 4 // algorithm.n_minibatches)}", "algorithm.group_size=4",
+        f"data.rollout_batch_size={algorithm.n_minibatches * max(1, 4 // algorithm.n_minibatches)}", "algorithm.group_size=2",
         "algorithm.sampling_params.max_new_tokens=24",
         "algorithm.val_sampling_params.max_new_tokens=24",
         # The toy's tokenizer makes more tokens of a text.
         "data.max_prompt_length=2048", "runner.seq_length=4096", "runner.max_tokens_per_mbs=4096",
     ]  # fmt: skip
+
+
+VARIETY = """
+def variety(response, *_, **__):
+    return len(set(response)) / max(1, len(response))
+"""
+VARIED_ENV = """
+from dataclasses import replace
+
+from {module} import {env}
+
+class Varied{env}({env}):
+    def step(self, response):
+        result = super().step(response)
+        return replace(result, reward=result.reward + 0.1 * len(set(response)) / max(1, len(response)))
+"""
+
+
+def rewarding_variety(name: str, folder: Path) -> list[str]:
+    """The overrides that add a little reward for an answer's variety, by code that is written into `folder`.
+
+    A toy that has hardly been warmed up earns nothing from a recipe's rewards: all groups would tie, and no step would train.
+    """
+    config = load_config(name)
+    file, _, env = config.rollout.env_class.rpartition(":")
+    if file:
+        shutil.copy(file, folder)
+        (folder / "varied.py").write_text(VARIED_ENV.format(module=Path(file).stem, env=env))
+        return [f"rollout.env_class={folder}/varied.py:Varied{env}", "reward.reward_max_val=20"]
+    (folder / "varied.py").write_text(VARIETY)
+    functions = [*(config.reward.functions or ["math"]), f"{folder}/varied.py:variety"]
+    return [f"reward.functions={_written(functions)}", "reward.reward_max_val=2"]
+
+
+def _written(value: object) -> str:
+    """A value as an override has it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_written(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f'"{value}"'
+        if isinstance(value, str)
+        else str(value)
+    )

@@ -29,8 +29,10 @@ def changed_settings(config_name: str) -> dict[str, Any]:
 
 def hours_text(config_name: str) -> str:
     """Return the estimated hours of a whole run; a dash where it does not fit."""
-    estimate = estimates().get(config_name, {})
-    return f"~{estimate['hours']:.1f}" if estimate.get("hours") is not None else "–"
+    hours = estimates().get(config_name, {}).get("hours")
+    if hours is None:
+        return "–"
+    return f"~{hours:.1f}" if hours >= 0.1 else f"~{hours:.2f}"
 
 
 def hardware_text(variant: Variant) -> str:
