@@ -283,15 +283,18 @@ class Unit:
     part: str
     shapes: tuple[tuple[tuple[int, ...], bool, bool], ...]
 
-    def padded(self, ranks: int, *, experts: bool, trained: bool = False) -> int:
+    def padded(
+        self, ranks: int, *, experts: bool, trained: bool = False, expert_ranks: int = 1
+    ) -> int:
         """Return the elements that `ranks` ranks have together, with the padding of collectives.
 
         Args:
             experts: count the weights of experts; otherwise those of all else.
             trained: count only those that are trained.
+            expert_ranks: ranks that share out the weights that are counted.
         """
         return sum(
-            ranks * math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+            ranks * math.ceil(shape[0] // expert_ranks / ranks) * math.prod(shape[1:])
             for shape, is_trained, of_experts in self.shapes
             if of_experts == experts and (is_trained or not trained)
         )
@@ -378,18 +381,28 @@ class Weights:
 
     @cache  # noqa: B019
     def padded(
-        self, part: str, ranks: int, kinds: tuple[bool, ...], *, trained: bool = False
+        self,
+        part: str,
+        ranks: int,
+        kinds: tuple[bool, ...],
+        *,
+        trained: bool = False,
+        expert_ranks: int = 1,
     ) -> tuple[int, int]:
         """Return the units of a part that have such weights, and the elements of these weights.
 
         Padding for `ranks` is included. `kinds`: whether weights are experts' (True), others', or
-        both.
+        both. `expert_ranks`: ranks that share out the weights that are counted.
         """
-        sizes = [
-            sum(unit.padded(ranks, experts=experts, trained=trained) for experts in kinds)
-            for unit in self.units
-            if unit.part == part
-        ]
+        sizes = []
+        for unit in self.units:
+            if unit.part == part:
+                size = 0
+                for experts in kinds:
+                    size += unit.padded(
+                        ranks, experts=experts, trained=trained, expert_ranks=expert_ranks
+                    )
+                sizes.append(size)
         return sum(size > 0 for size in sizes), sum(sizes)
 
 

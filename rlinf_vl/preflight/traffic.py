@@ -1,7 +1,8 @@
 """Count the bytes that the trainer's ranks exchange, by closed forms of FSDP2 and the exchanges.
 
 A collective's bytes are those of its larger tensor on one rank: the output of an all-gather, the
-input of a reduce-scatter, an all-reduce or an all-to-all. A test counts the same inside
+input of a reduce-scatter, an all-reduce or an all-to-all. Between experts they are the mean of the
+ranks: busy experts get more rows than their rank sends. A test counts the same inside
 torch.distributed, in processes that train.
 
 | collective | over | for each | bytes |
@@ -11,9 +12,10 @@ torch.distributed, in processes that train.
 | all-reduce | `replicas` ranks | unit with trained weights (hsdp) | a rank's part of it, in `reduce_dtype` |
 | all-to-all | `context` ranks | attention of a layer, and its backward | queries, keys and values of a rank's tokens; their output |
 | all-to-all | `expert` ranks | mixture of a layer, and its backward | rows sent to experts; their results |
+| all-to-all | `expert` ranks | mixture of a layer | the number of rows of each expert, in int64 |
 
-With expert parallelism the weights of experts are gathered and reduced over `shard / expert` ranks,
-each of which has the same experts.
+With expert parallelism a rank's own experts are gathered and reduced over the `shard / expert` ranks
+that have the same ones.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +24,9 @@ from dataclasses import dataclass
 from rlinf_vl.models.context import kv_heads_by_rank
 from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.preflight.model import Weights
+
+#: Bytes of the number of rows that an expert gets.
+COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +103,9 @@ def weight_exchanges(
         n_gathers = n_reduces = gathered = reduced = 0
         for part in parts:
             times = root_gathers if part == "root" else gathers
-            n_units, size = weights.padded(part, ranks, kinds)
+            n_units, size = weights.padded(part, ranks, kinds, expert_ranks=stride)
             n_gathers, gathered = n_gathers + times * n_units, gathered + times * size
-            n_units, size = weights.padded(part, ranks, kinds, trained=True)
+            n_units, size = weights.padded(part, ranks, kinds, trained=True, expert_ranks=stride)
             n_reduces, reduced = n_reduces + n_units, reduced + size
         if ranks > 1 and gathered:
             yield Exchange("all-gather", ranks, stride, n_gathers, param_bytes * gathered)
@@ -150,10 +155,13 @@ def expert_exchanges(
 ) -> Iterator[Exchange]:
     """Yield the exchanges of tokens between ranks that share experts.
 
-    Each token goes to `top_k` experts, and their results come back. `passes`: as above.
+    Each token goes to `top_k` experts, and their results come back. Before them, in each forward,
+    go the numbers of rows. `passes`: as above.
     """
     if mixture is None or grid.expert == 1:
         return
     calls = passes * len(mixture.layers)
     exchange_bytes = tokens * mixture.top_k * hidden * itemsize
     yield Exchange("all-to-all", grid.expert, 1, 2 * calls, 2 * calls * exchange_bytes)
+    forwards = max(1, passes - 1) * len(mixture.layers)
+    yield Exchange("all-to-all", grid.expert, 1, forwards, forwards * mixture.experts * COUNT_BYTES)

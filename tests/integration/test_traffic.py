@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlinf_vl.preflight import model as models
 from rlinf_vl.preflight.model import Weights, meta_model
-from rlinf_vl.preflight.traffic import Grid, context_exchanges, weight_exchanges
+from rlinf_vl.preflight.traffic import Grid, context_exchanges, expert_exchanges, weight_exchanges
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -23,7 +23,7 @@ KINDS = {
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Sums calls and bytes of the larger tensor of each collective, by kind."""
+    """Sums calls and bytes of collectives, by kind: of their larger tensor, and of what an all-to-all sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +36,14 @@ class CountedCollectives(TorchDispatchMode):
             kind = KINDS[name.removeprefix("c10d::")]
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             self.calls[kind] += 1
-            self.nbytes[kind] += max(x.nbytes for x in tensors)
+            # A rank may get more rows for its experts, or fewer, than it sends.
+            sent = tensors[1] if kind == "all-to-all" else max(tensors, key=lambda x: x.nbytes)
+            self.nbytes[kind] += sent.nbytes
         return operation(*args, **(kwargs or {}))
 
 
 def counted(
-    model_type: str, context: int, shard: int | None, reshard: bool, checkpointing: bool
+    model_type: str, context: int, shard: int | None, experts: int, checkpointing: bool
 ) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
     """Calls and bytes of the second micro-batch of a rank: its training, and a forward alone."""
     from rlinf_vl.actor import mesh as meshes
@@ -51,12 +53,12 @@ def counted(
     from rlinf_vl.preflight.trace import _row
 
     fsdp = FsdpConfig(
-        reshard_after_forward=reshard,
+        reshard_after_forward=True,
         gradient_checkpointing="full" if checkpointing else "none",
         mixed_precision=MixedPrecisionConfig("bf16", "fp32"),
     )
     with mock.patch.object(meshes, "ONE_UNIT", 0):
-        mesh = Mesh.make("cpu", context=context, shard=shard)
+        mesh = Mesh.make("cpu", context=context, shard=shard, experts=experts)
         trainer = tiny_trainer(
             mesh,
             lambda dtype: tiny_policy(dtype, model_type=model_type),
@@ -117,6 +119,14 @@ def closed_forms(
                 itemsize=2,
                 passes=passes,
             ),
+            *expert_exchanges(
+                grid,
+                family.mixture(config),
+                tokens=64 // grid.context,
+                hidden=text.hidden_size,
+                itemsize=2,
+                passes=passes,
+            ),
         ]
         totals = {}
         for exchange in exchanges:
@@ -126,22 +136,34 @@ def closed_forms(
     return result[0], result[1]
 
 
-#: model type, ranks, those that share rows, those that share weights, checkpointing
+#: model type; ranks, those that share rows, weights, experts; checkpointing
 LAYOUTS = [
-    ("qwen3_vl_moe", 8, 1, None, True),
-    ("qwen3_vl_moe", 8, 2, None, False),
-    ("qwen3_vl", 8, 1, 4, True),
+    ("qwen3_vl_moe", 8, 1, None, 4, True),
+    ("qwen3_vl_moe", 8, 2, None, 1, False),
+    ("qwen3_vl_moe", 8, 2, 4, 2, True),
+    ("qwen3_vl", 8, 1, 4, 1, True),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "ranks", "context", "shard", "checkpointing"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "context", "shard", "experts", "checkpointing"), LAYOUTS
+)
 def test_counted_bytes_are_the_closed_forms(
-    model_type, ranks, context, shard, checkpointing, processes
+    model_type, ranks, context, shard, experts, checkpointing, processes
 ):
-    found = processes.run(ranks, counted, model_type, context, shard, True, checkpointing)[0]
-    expected = closed_forms(model_type, Grid(ranks, shard or ranks, context), checkpointing)
+    results = processes.run(ranks, counted, model_type, context, shard, experts, checkpointing)
+    grid = Grid(ranks, shard or ranks, context, experts)
+    expected = closed_forms(model_type, grid, checkpointing)
     if context > 1:  # a logprob and an entropy of each token, and a logprob alone, in float32
         for totals, columns in zip(expected, (2, 1), strict=True):
-            totals["all-reduce"] = (1, 64 * columns * 4)
-    assert found == expected
+            calls, nbytes = totals.get("all-reduce", (0, 0))
+            totals["all-reduce"] = (calls + 1, nbytes + 64 * columns * 4)
+    for number, totals in enumerate(expected):
+        counts = [result[number] for result in results]
+        # A rank with busy experts sends more rows home than others; all together send what they get.
+        sent = [rank.pop("all-to-all", (0, 0)) for rank in counts]
+        assert tuple(sum(column) / ranks for column in zip(*sent, strict=True)) == totals.pop(
+            "all-to-all", (0, 0)
+        )
+        assert counts == [totals] * ranks
