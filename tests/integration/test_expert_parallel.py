@@ -41,13 +41,21 @@ LAYOUTS = {
     "2 of 4, context 4": (replace(PLAIN, ranks=4, experts=2, context=4, budget=150), "turns in sequences"),
     "2 of 4, context 2, adapters": (replace(REPLAY_SHARED, ranks=4, experts=2, context=2, **ADAPTERS), "mixed"),
     "2 of 4, copies, adapters": (replace(REPLAY, ranks=4, experts=2, shard=2, **ADAPTERS, budget=90), "mixed"),
+    "2 of 4, context 2, copies": (replace(SHARED, ranks=4, experts=2, shard=2, context=2, balance=0.3), "turns in sequences"),
+    "2 of 4, context 2, tower": (
+        replace(REPLAY, ranks=4, experts=2, context=2, train_tower=True, minibatches=2, checkpointing="full"), "mixed"
+    ),
     "4": (replace(REPLAY, **FOUR, budget=90, checkpointing="selective"), "mixed"),
+    "4, tower, trees": (replace(PLAIN, **FOUR, train_tower=True, budget=150, reshard=False), "turns in sequences"),
     "4, ranks without tokens": (replace(SHARED, **FOUR, minibatches=4, balance=0.3), "mixed"),
     "4, context 2": (replace(PLAIN, **FOUR, context=2, balance=0.3, minibatches=2, checkpointing="full"), "turns in sequences"),
     "4, context 4": (replace(REPLAY_SHARED, **FOUR, context=4, reshard=False), "one image"),
     "4, adapters, ranks without tokens": (replace(REPLAY, **FOUR, **ADAPTERS, minibatches=4), "mixed"),
     "4, ranks without rows": (replace(REPLAY, **FOUR, routes=(1, 2), budget=90), "mixed"),
     "4, all to one expert": (replace(REPLAY, **FOUR, routes=(5,), sizes=ONE_EXPERT, minibatches=2, reshard=False), "mixed"),
+    "4, context 2, all to one expert, adapters": (
+        replace(REPLAY_SHARED, **FOUR, context=2, routes=(5,), sizes=ONE_EXPERT, **ADAPTERS, minibatches=2), "mixed"
+    ),
     "4, all to one, adapters": (replace(REPLAY_SHARED, **FOUR, routes=(1, 0), **ADAPTERS, checkpointing="full"), "mixed"),
 }  # fmt: skip
 
