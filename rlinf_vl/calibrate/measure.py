@@ -7,6 +7,7 @@
 | updates on few and many groups | seconds of a micro-batch's operations, FLOPs a second |
 | AdamW alone; a weight sync | bytes a second of the optimizer; seconds of a sync |
 | copies, and an exchange of two processes | bytes a second of memory, and from rank to rank |
+| plans, and records of a step's trajectories | seconds of a step beside its phases; of a record |
 | groups and updates beside neighbours | how much slower a slot is while all cores compute |
 
 Groups are the config's own, with images, environment and rewards.
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ from rlinf_vl.calibrate.neighbours import full_slowdown
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import plan_of
 from rlinf_vl.controller.tasks import make_tasks
+from rlinf_vl.controller.trajectory_writer import TrajectoryWriter, image_token
 from rlinf_vl.local.learner import LocalLearner, LocalSync
 from rlinf_vl.local.pool import LocalPool
 from rlinf_vl.local.supervise import settled_process
@@ -89,6 +93,9 @@ def measure(
             try:
                 sync_s = _sync_seconds(config, pool, learner, clock)
                 trained = _train(config, learner, generated, clock, report)
+                report("planning and recording")
+                full = max(generated, key=lambda one: (one.split == "train", len(one.groups)))
+                plan_s, record_s = _controller_seconds(config, model_path, learner, full, clock)
                 cores = len(os.sched_getaffinity(0)) if device == "cpu" else 0
                 report("measuring beside neighbours")
                 text = model.shape.get_text_config()
@@ -145,7 +152,8 @@ def measure(
         sync_s=sync_s,
         wake_s=0.0,
         group_s=group_s,
-        step_s=0.0,
+        step_s=plan_s,
+        record_s=record_s,
         cores=cores,
         full_slowdown=slowdown,
     )
@@ -265,6 +273,35 @@ def _train(
             )
         )
     return trained[1:]
+
+
+def _controller_seconds(
+    config: Config,
+    model_path: str,
+    learner: LocalLearner,
+    one: _Generated,
+    clock: Callable[[], float],
+) -> tuple[float, float]:
+    """Return the seconds of planning a step, and of recording its trajectories."""
+    summaries = [_with_rewards(summary) for summary in one.summaries]
+    n_recorded = config.runner.trajectories.train_groups
+    recorded = dict(enumerate(one.groups if n_recorded < 0 else one.groups[:n_recorded]))
+    # Without trackers: nothing is sent anywhere.
+    logger = replace(config.runner.logger, logger_backends=[])
+    quiet = replace(config, runner=replace(config.runner, logger=logger))
+    planning, recording = [], []
+    with TemporaryDirectory() as folder:
+        token = image_token(config, model_path)
+        writer = TrajectoryWriter(quiet, Path(folder), model_path, token)
+        for step in range(1, REPEATS + 2):
+            start = clock()
+            plan = plan_of(step, summaries, config, learner)
+            planning.append(clock() - start)
+            start = clock()
+            writer.write(step, [("train", recorded, plan.advantages, ())])
+            recording.append(clock() - start)
+    # The first is slower: it imports, and opens the tokenizer.
+    return statistics.median(planning[1:]), statistics.median(recording[1:])
 
 
 def _round_seconds(

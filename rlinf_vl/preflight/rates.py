@@ -37,7 +37,8 @@ class Rates:
         optimizer_memory: bytes a second of an optimizer step.
         sync_s: seconds of a weight sync beside its bytes; `wake_s`: of sleeping and waking.
         group_s: seconds of a group beside its tokens: its row, prompt, images, reward and transport.
-        step_s: seconds of a step beside all of these: planning, logging, recording.
+        step_s: seconds of a step beside all of these: planning, logging.
+        record_s: seconds of a processor in which a process of its own records a step's trajectories.
         cores: of the machine, where slots are processes that share them; 0: each has its device.
         full_slowdown: seconds of a slot while all cores compute, over its seconds alone.
     """
@@ -66,6 +67,7 @@ class Rates:
     wake_s: float
     group_s: float
     step_s: float
+    record_s: float = 0.0
     cores: int = 0
     full_slowdown: float = 1.0
 

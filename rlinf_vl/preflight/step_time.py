@@ -155,8 +155,13 @@ def estimate_step(
         "checkpoint": _checkpoint(config, model, grid, rates),
     }
     training = phases["images"] + phases["logprobs"] + phases["train"]
-    contention = 0.0
-    if config.runner.generates_ahead:
+    interval, contention, overhead = config.runner.trajectories.interval, 0.0, rates.step_s
+    recording = rates.record_s / interval if interval > 0 else 0.0
+    if config.cluster.backend == "local":
+        # One process does one thing after the other, in every schedule.
+        overhead += recording
+        contention = min(phases["generate"], training) if config.runner.generates_ahead else 0.0
+    elif config.runner.generates_ahead:
         if config.runner.schedule == "async" and phases["generate"] > training:
             # Weights arrive while rows are decoded; half of their tokens are there on average.
             group_tokens = lengths.prompt + group_size * lengths.response / 2
@@ -167,10 +172,16 @@ def estimate_step(
         contention = _contention(
             phases["generate"], both / engines_alone, training, both / ranks_alone
         )
+        if rates.cores:
+            # All processes of the run share the cores, also the one that records.
+            n_busy = min(rates.cores, n_engine_slots + n_ranks)
+            busy = n_engine_slots * generate + n_ranks * training / ranks_alone
+            seconds = (rates.slowdown(n_busy) * busy + recording) / rates.cores
+            contention = max(contention, seconds - max(phases["generate"], training))
     # Trained tokens, each trajectory with its prompt, as throughput is usually given.
     trained = groups * group_size * (lengths.prompt + lengths.response)
     slots = len({*placement.actor, *placement.rollout})
-    return StepTime(phases, rates.step_s, config.runner.schedule, trained, slots, contention)
+    return StepTime(phases, overhead, config.runner.schedule, trained, slots, contention)
 
 
 def _on_a_node(placement: Placement, slots: Collection[int]) -> int:

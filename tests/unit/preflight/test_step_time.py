@@ -120,6 +120,15 @@ def test_phases_at_once_take_longer_on_shared_cores(model):
     train = sum(sync.phases[name] for name in ("images", "logprobs", "train"))
     short = min(train, sync.phases["generate"])
     assert ahead.contention == pytest.approx(0.2 * short)
+    # The process that records takes its share of the two cores.
+    busy = replace(two_cores, record_s=2 * sync.phases["generate"])
+    recorded = estimated(model, split, "runner.schedule=one_step_off", gpus=2, rates=busy)
+    both = 1.2 * (sync.phases["generate"] + train) + 2 * sync.phases["generate"]
+    longer = max(sync.phases["generate"], train)
+    assert longer + recorded.contention == pytest.approx(both / 2)
+    # A local run does one thing after the other.
+    local = ("cluster.backend=local", "runner.schedule=one_step_off")
+    assert estimated(model, split, *local, gpus=2).contention == pytest.approx(short)
     # Ranks that compute at once are neighbours in every schedule.
     ranks = "cluster.component_placement={actor: 0-1, rollout: 0}"
     slowed = estimated(model, ranks, gpus=2, rates=two_cores)
