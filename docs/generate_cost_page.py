@@ -8,6 +8,7 @@ writes. The estimates of steps that other systems have published take a minute o
 import argparse
 import json
 import re
+import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from rlinf_vl.preflight.decoding import Lengths
 from rlinf_vl.preflight.gpu_kinds import GIGA, GPU_KINDS, GpuKind
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import rates_of
-from rlinf_vl.preflight.step_time import StepTime, estimate_step
+from rlinf_vl.preflight.step_time import PHASES, StepTime, contention_seconds, estimate_step
 
 PAGE = Path(__file__).with_name("cost.md")
 MEASURED = PAGE.with_name("measured_steps.json")
 COUNTED = PAGE.with_name("published_steps.json")
+#: Steps that benchmarks/schedules.py measured on two quiet cores.
+SCHEDULES = PAGE.parent.parent / "benchmarks/results/schedules-cpu.json"
+#: What `calibrate` found beside a neighbour: seconds of a slot while both cores compute, over those alone.
+SLOWDOWN = 1.2
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 #: An H100 whose NVLink has 400 GB/s in both directions together.
 H800 = replace(GPU_KINDS["h100"], name="h800", node=200 * GIGA)
@@ -220,11 +225,51 @@ def measured_table() -> str:
     return "\n".join(lines)
 
 
+def schedules_table() -> str:
+    """Return the table of schedules ahead, predicted from the measured phases of sync steps."""
+    rows = json.loads(SCHEDULES.read_text(encoding="utf-8"))
+    lines = ["| task | schedule | predicted | measured | difference |", "|---|---|---:|---:|---:|"]
+    for task in ("toy", "maze"):
+        sync = mean_step(rows, task, "sync")
+        generate, train = sync["generate_seconds"], sync["train_seconds"]
+        phases = dict.fromkeys(PHASES, 0.0) | {"generate": generate, "train": train}
+        overhead = sync["step_seconds"] - generate - train
+        contention = contention_seconds(generate, SLOWDOWN, train, SLOWDOWN)
+        for schedule in ("one_step_off", "async"):
+            step = StepTime(phases, overhead, schedule, 0, 2, contention)
+            measured = mean_step(rows, task, schedule)["step_seconds"]
+            difference = f"{step.total / measured - 1:+.0%}".replace("-", "−")
+            cells = [
+                TASKS[task],
+                f"`{schedule}`",
+                f"{step.total:.3f} s",
+                f"{measured:.3f} s",
+                difference,
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def mean_step(rows: list[dict[str, Any]], task: str, schedule: str) -> dict[str, float]:
+    """Return the mean seconds of a task's steps over its seeds, of those at most one step stale."""
+    chosen = [
+        row for row in rows
+        if (row["task"], row["schedule"]) == (task, schedule) and row["max_staleness"] <= 1
+    ]  # fmt: skip
+    names = ("step_seconds", "generate_seconds", "train_seconds")
+    return {name: statistics.fmean(row[name] for row in chosen) for name in names}
+
+
 def render(page: str) -> str:
     """Return the page with its tables written anew."""
-    for name, table in (("measured", measured_table()), ("published", published_table())):
+    tables = {
+        "measured": measured_table,
+        "schedules": schedules_table,
+        "published": published_table,
+    }
+    for name, table in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        block = f"{begin}\n\n{table}\n\n{end}"
+        block = f"{begin}\n\n{table()}\n\n{end}"
         page = re.sub(f"{begin}.*?{end}", lambda match, block=block: block, page, flags=re.DOTALL)
     return page
 

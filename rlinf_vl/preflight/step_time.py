@@ -169,7 +169,7 @@ def estimate_step(
                 config, shape, rates, groups / len(engines) * group_tokens
             )
         both = rates.slowdown(n_engine_slots + n_ranks)
-        contention = _contention(
+        contention = contention_seconds(
             phases["generate"], both / engines_alone, training, both / ranks_alone
         )
         if rates.cores:
@@ -199,7 +199,7 @@ def _recomputed(config: Config, shape: EngineShape, rates: Rates, tokens: float)
     return 2 * shape.active * tokens / (products * config.rollout.tensor_parallel_size)
 
 
-def _contention(
+def contention_seconds(
     generate: float, generate_slowdown: float, training: float, train_slowdown: float
 ) -> float:
     """Return the seconds by which two phases at once take longer than the longer one alone.
