@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from rlinf_vl.preflight.rates import MOST_AT_ONCE
+
 REPEATS = 3
 _CODE = """
 import sys, torch
@@ -26,7 +28,7 @@ while True:
 def full_slowdown(seconds_of: Callable[[], float], cores: int, hidden: int, inner: int) -> float:
     """Return the seconds of `seconds_of()` while all cores compute, over those of it alone; >= 1.
 
-    Neighbours train a block of the same sizes.
+    Of many cores `MOST_AT_ONCE` compute. Neighbours train a block of the same sizes.
 
     Args:
         hidden, inner: sizes of the model's hidden states, and of its blocks' inner ones.
@@ -38,7 +40,7 @@ def full_slowdown(seconds_of: Callable[[], float], cores: int, hidden: int, inne
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     neighbours = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(cores - 1)
+        for _ in range(min(cores, MOST_AT_ONCE) - 1)
     ]
     try:
         for process in neighbours:

@@ -14,6 +14,8 @@ GROUPED_SHARE = 0.3
 ATTENTION_SHARE = 0.35
 MEMORY_SHARE = 0.75
 LINK_SHARE = 0.7
+#: Processes at once with which `calibrate` measures a slowdown, at most: each takes memory.
+MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Rates:
         step_s: seconds of a step beside all of these: planning, logging.
         record_s: seconds of a processor in which a process of its own records a step's trajectories.
         cores: of the machine, where slots are processes that share them; 0: each has its device.
-        full_slowdown: seconds of a slot while all cores compute, over its seconds alone.
+        full_slowdown: seconds of a slot while all cores compute, `MOST_AT_ONCE` at most, over its
+            seconds alone.
     """
 
     source: str
@@ -78,7 +81,7 @@ class Rates:
         """
         if not self.cores or busy <= 1:
             return 1.0
-        share = min(1.0, (busy - 1) / max(1, self.cores - 1))
+        share = min(1.0, (busy - 1) / max(1, min(self.cores, MOST_AT_ONCE) - 1))
         return (1 + (self.full_slowdown - 1) * share) * max(1.0, busy / self.cores)
 
     def as_dict(self) -> dict[str, float | str | bool]:
