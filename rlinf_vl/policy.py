@@ -151,7 +151,7 @@ def load_policy(
     path = Path(folder.folder if isinstance(folder, Run) else folder).expanduser()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model_dtype = DTYPES[dtype or ("bf16" if device == "cuda" else "fp32")]
-    pixel_options: ProcessorOptions | None = None
+    pixel_options: ProcessorOptions = {}
     template_options: dict[str, Any] = {}
     if (path / STATE_FILE).is_file() or checkpoints(path):
         trusted = trust_run_code or (isinstance(folder, Run) and folder.trust_run_code)
@@ -171,7 +171,7 @@ def load_policy(
         model: Any = load_model(base, family, DTYPES["fp32"])
         if base != str(path) and (path / ADAPTERS).is_file():
             model = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
-    processor = Processor(base, family, **(pixel_options or {}))
+    processor = Processor(base, family, **pixel_options)
     return Policy(model.to(model_dtype), family, processor, device=device, **template_options)
 
 

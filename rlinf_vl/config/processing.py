@@ -3,11 +3,16 @@
 
 from typing import TypedDict
 
+from omegaconf import DictConfig
+
 from rlinf_vl.config.schema import Config
 
 
-class ProcessorOptions(TypedDict):
-    """Bounds of images and frames, in pixels, and whether the checkpoint's own code may run."""
+class ProcessorOptions(TypedDict, total=False):
+    """Bounds of images and frames, in pixels, and whether the checkpoint's own code may run.
+
+    An absent bound is the checkpoint's own.
+    """
 
     min_pixels: int | None
     max_pixels: int | None
@@ -16,7 +21,7 @@ class ProcessorOptions(TypedDict):
     trust_remote_code: bool
 
 
-def processor_options(config: Config) -> ProcessorOptions:
+def processor_options(config: Config | DictConfig) -> ProcessorOptions:
     """Return the options of a run, which everything that shows its model an image must share.
 
     Another size of an image gives other patches and another number of tokens.
