@@ -16,6 +16,7 @@ from rlinf_vl.controller.export import restore
 from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.images import blank_like
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.look.occlusion import edge_share
 from rlinf_vl.look.recorded import Recorded, read_recorded, recorded_steps
 from rlinf_vl.look.scorer import Scorer, with_images
 from rlinf_vl.models.loading import use_packed_attention, vocab_size
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 #: Drop of an answer's log-probability, in nats a token, from which it is said to need its images.
 NEEDS_IMAGES = 0.05
+#: Sum of a heat map's positive values, in nats, from which it says something.
+SAYS_SOMETHING = 0.5
 
 
 class Model(NamedTuple):
@@ -164,6 +167,23 @@ def _heat_maps(model: Model, item: Recorded, forwards: int) -> list[dict[str, An
     return maps
 
 
+def _log_heat_maps(rows: Sequence[dict[str, Any]]) -> None:
+    """Log how many maps say something, and how much of them lies at the pictures' edges."""
+    maps = [
+        np.array(heat_map["values"]) for row in rows for heat_map in json.loads(row["heat_maps"])
+    ]
+    if not maps:
+        return
+    telling = [values for values in maps if np.maximum(values, 0).sum() >= SAYS_SOMETHING]
+    log.info("%d of %d heat maps sum to %g nats or more", len(telling), len(maps), SAYS_SOMETHING)
+    if telling:
+        log.info(
+            "of those, %.0f %% lies on the outermost patches, which are %.0f %% of the pictures",
+            100 * np.mean([edge_share(values) for values in telling]),
+            100 * np.mean([edge_share(np.ones(values.shape)) for values in telling]),
+        )
+
+
 def _per_token(item: Recorded, logprobs: np.ndarray) -> np.ndarray:
     """Return float32 [tokens], NaN where not sampled."""
     values = np.full(len(item.mask), np.nan, np.float32)
@@ -200,5 +220,6 @@ def main(arguments: argparse.Namespace) -> int:
         n_looking,
         NEEDS_IMAGES,
     )
+    _log_heat_maps(rows)
     log.info("written to %s; the report: %s", file, build_report([arguments.run]))
     return 0

@@ -1,11 +1,12 @@
-"""Heat maps by occlusion: where an image is hidden, and what the answer's log-probability loses.
+"""Heat maps by occlusion: where an image is hidden, and how much the answer depends on it.
 
-A map begins with a coarse grid of cells. Each is hidden in turn (one forward each), and its *drop*
-is log p(answer | image) − log p(answer | cell hidden). Then the cell with the largest drop is cut
-into quarters, which are hidden in turn, again and again, until the budget of forwards is spent or
-such cells are single patches. A cell's drop is shared among its quarters by what each loses alone,
-so the map still sums to the drops of the coarse cells (Zeiler & Fergus 2014, "Visualizing and
-Understanding Convolutional Networks", section 4.2, for occlusion itself).
+A map begins with a coarse grid of cells. Each is hidden in turn, and its *drop* is
+Σ KL(p(· | image) ‖ p(· | cell hidden)) over the answer's tokens: what log p of a token that the
+policy draws there loses on average. Then the cell with the largest drop is cut into quarters, which
+are hidden in turn, again and again, until the budget of forwards is spent or such cells are single
+patches. A cell's drop is shared among its quarters by what each loses alone, so the map still sums
+to the drops of the coarse cells (Zeiler & Fergus 2014, "Visualizing and Understanding Convolutional
+Networks", section 4.2, for occlusion itself).
 """
 
 import heapq
@@ -59,6 +60,16 @@ class HeatMap:
         return int(row), int(column)
 
 
+def edge_share(values: np.ndarray) -> float:
+    """Return the share of a map's positive values that its outermost patches have; NaN without any.
+
+    An answer that is read off a frame, a caption or a watermark has most of it there.
+    """
+    positive = np.maximum(values, 0)
+    total = float(positive.sum())
+    return 1 - float(positive[1:-1, 1:-1].sum()) / total if total else float("nan")
+
+
 def heat_map(
     shape: tuple[int, int],
     drops: Callable[[Sequence[Cell]], Sequence[float]],
@@ -69,7 +80,7 @@ def heat_map(
 
     Args:
         shape: rows and columns of patches.
-        drops: hides each cell alone, and returns what the answer's log-probability loses.
+        drops: hides each cell alone, and returns its drop.
         budget: the most cells that are hidden; the coarse grid is hidden whatever it is.
         coarse: most cells along the longer side at first.
     """

@@ -1,6 +1,7 @@
 """Did it look: a real run under vision controls, and its recorded answers scored with and without their images."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,6 +11,7 @@ from whole_run import metrics_of
 from rlinf_vl import train
 from rlinf_vl.__main__ import main
 from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, look_file
+from rlinf_vl.toy.drawings import GRID
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -35,8 +37,10 @@ def test_validations_have_the_split(run):
         assert row["val/control_errors"] == row["val/control_env_images"] == 0
 
 
-def test_answers_are_scored_as_they_were_sampled_and_need_their_images(run):
-    assert main(["look", str(run), "--heat-maps", "2", "--forwards", "12"]) == 0
+def test_answers_are_scored_as_they_were_sampled_and_need_their_images(run, caplog):
+    with caplog.at_level("INFO"):
+        assert main(["look", str(run), "--heat-maps", "8", "--forwards", "40"]) == 0
+    assert "of 8 heat maps sum to 0.5 nats or more" in caplog.text
     rows = pq.read_table(look_file(run, 2)).to_pylist()
     sampled = {
         row["group_id"]: row
@@ -50,9 +54,18 @@ def test_answers_are_scored_as_they_were_sampled_and_need_their_images(run):
         np.testing.assert_allclose(scored, sampled[row["group_id"]]["rollout_logprobs"], atol=1e-4)
         assert np.abs(scored - blank).max() > 1e-3
     maps = [json.loads(row["heat_maps"]) for row in rows]
-    assert [len(of_answer) for of_answer in maps] == [1, 1] + [0] * 10
-    (made,) = maps[0]
-    assert np.array(made["values"]).shape == (6, 6) and made["forwards"] <= 12
+    assert [len(of_answer) for of_answer in maps] == [1] * 8 + [0] * 4
+    hits = []
+    for row, (made,) in zip(rows, maps[:8], strict=False):
+        values = np.array(made["values"])
+        assert values.shape == (GRID, GRID) and made["forwards"] <= 40
+        width, height, x, y = map(
+            int, re.search(r"(\d)x(\d)at(\d),(\d)", sampled[row["group_id"]]["labels"]).groups()
+        )
+        top, left = np.unravel_index(values.argmax(), values.shape)
+        hits.append(y <= top < y + height and x <= left < x + width)
+    # The rectangles have 1 to 3 of the 36 patches: by chance none or one of the peaks is inside.
+    assert sum(hits) >= 6
 
 
 @pytest.mark.parametrize(

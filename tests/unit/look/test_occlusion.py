@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rlinf_vl.look.occlusion import Cell, heat_map
+from rlinf_vl.look.occlusion import Cell, edge_share, heat_map
+from rlinf_vl.look.scorer import divergence, ground_colours
 
 
 class Planted:
@@ -71,3 +72,33 @@ def test_an_answer_that_hiding_makes_likelier_has_negative_patches():
     found = heat_map((4, 4), Planted(-np.ones((4, 4))), 100, coarse=2)
     np.testing.assert_array_equal(found.values, -np.ones((4, 4)))
     assert found.forwards == 4, "nothing to refine"
+
+
+def test_an_answer_in_the_border_has_its_map_at_the_edge():
+    border, inside = np.zeros((6, 6)), np.zeros((6, 6))
+    border[0] = 1.0  # a bar along the top
+    inside[2:4, 1:5] = 1.0
+    shares = [edge_share(heat_map((6, 6), Planted(w), 100).values) for w in (border, inside)]
+    assert shares == [1, 0] and edge_share(np.ones((6, 6))) == pytest.approx(20 / 36)
+    assert np.isnan(edge_share(-border)), "nothing depends on the picture"
+
+
+def test_a_cell_gets_the_ground_of_a_large_object_and_the_inside_of_a_frame():
+    """Hiding by one colour alone would leave the object, or the frame, as it is."""
+    pixels = np.full((48, 48, 3), 240, np.uint8)
+    assert [list(colour) for colour in ground_colours(pixels)] == [[240] * 3]
+    pixels[6:42, 6:42] = (200, 30, 30)
+    assert [list(colour) for colour in ground_colours(pixels)] == [[200, 30, 30], [240] * 3]
+
+
+def test_the_divergence_of_the_likeliest_tokens_is_at_most_the_whole_one():
+    rng = np.random.default_rng(3)
+    p, q = (np.log(rng.dirichlet(np.ones(50), 4)) for _ in range(2))
+    whole = (np.exp(p) * (p - q)).sum()
+    order = np.argsort(-p, axis=1)
+    of_k = [
+        divergence(np.take_along_axis(p, order[:, :k], 1), np.take_along_axis(q, order[:, :k], 1))
+        for k in (4, 16, 50)
+    ]
+    assert 0 < of_k[0] < of_k[1] < of_k[2] and of_k[2] == pytest.approx(whole, rel=1e-3)
+    assert divergence(p, p) == pytest.approx(0, abs=1e-9)

@@ -109,8 +109,8 @@ def test_a_heat_map_spends_its_forwards_and_has_the_pictures_shape(run, scorer, 
     item = read_recorded(run[0], 3, "val", processor.grid)[0]
     for image in item.images:
         _, rows, columns = processor.grid(image)
-        found = scorer.heat_map(item.trajectory, image, (rows, columns), 20)
-        assert found.values.shape == (rows, columns) and found.forwards <= 20
+        found = scorer.heat_map(item.trajectory, image, (rows, columns), 40)
+        assert found.values.shape == (rows, columns) and found.forwards <= 40
         assert np.abs(found.values).max() > 0
         # Hidden cells of a uniform picture have its colour: a blind run's maps are empty.
         blank = blank_like(image)
