@@ -72,6 +72,8 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     elif arguments.multirun:
         return _sweep(arguments, [sampled_problems, *rules, *RULES], stop_request)
     else:
+        if arguments.trials is not None or arguments.objective is not None:
+            raise ConfigError("--trials and --objective: are for a search; give --multirun, too")
         rules = [sampled_problems, *rules, *RULES]
         config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
@@ -88,10 +90,10 @@ def _sweep(arguments: argparse.Namespace, rules: Sequence[Rule], stop_request: S
     from rlinf_vl.sweep.launch import run_sweep
     from rlinf_vl.sweep.plan import check_sweep, plan_sweep
 
-    sweep = plan_sweep(arguments.config, arguments.overrides)
+    sweep = plan_sweep(arguments.config, arguments.overrides, arguments.trials, arguments.objective)
     check_sweep(sweep, rules)
     if arguments.check:
-        print(f"{sweep.folder}: {len(sweep.runs)} runs, each of them can begin")
+        print(f"{sweep.folder}: {sweep.size}; each of them can begin")
         return 0
     code = run_sweep(sweep, arguments.parallel, stop_request)
     log.info("the sweep's report: %s", build_sweep_report(sweep.folder))
@@ -215,7 +217,7 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             print(write_timeline(arguments.run_dir, arguments.output))
         case "report":
             from rlinf_vl.report import build_report
-            from rlinf_vl.report.runs_table import read_lines_of, runs_in, runs_table
+            from rlinf_vl.report.runs_table import read_folder, runs_table
             from rlinf_vl.report.sweep import build_sweep_report
 
             if arguments.sweep:
@@ -223,8 +225,8 @@ def _run_verb(arguments: argparse.Namespace) -> int:
                     raise ValueError("--sweep: name one folder, that of the sweep")
                 print(build_sweep_report(arguments.runs[0], arguments.output))
                 return 0
-            if len(arguments.runs) == 1 and (runs := runs_in(arguments.runs[0])):
-                print(runs_table(read_lines_of(runs)))
+            if len(arguments.runs) == 1 and (lines := read_folder(arguments.runs[0])):
+                print(runs_table(lines))
                 return 0
             print(build_report(arguments.runs, arguments.output))
         case "look":
@@ -232,10 +234,10 @@ def _run_verb(arguments: argparse.Namespace) -> int:
 
             return main.main(arguments)
         case "runs":
-            from rlinf_vl.report.runs_table import read_lines_of, runs_in, runs_json, runs_table
+            from rlinf_vl.report.runs_table import read_folder, runs_json, runs_table
 
             folder = arguments.folder
-            lines = read_lines_of(runs_in(folder))
+            lines = read_folder(folder)
             if not lines:
                 raise ValueError(
                     f"{folder}: has no folders of runs; name one that has, such as runner.output_dir"

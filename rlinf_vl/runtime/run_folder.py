@@ -57,6 +57,18 @@ def run_folder(config: Config) -> Path:
     return Path(config.runner.output_dir).absolute() / config.runner.experiment_name
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a process has reserved the run's folder (`locked`)."""
+    try:
+        with run_dir.with_name(f".{run_dir.name}.lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or a file system without locks
+        return False
+    return False
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Reserve the run's folder for this process, or raise ConfigError.

@@ -50,7 +50,7 @@ ROOMS = {
         "prove", "rollout", "runtime", "weights",
     },
     "compare": {"algorithms", "config", "rewards"},
-    "sweep": {"config", "observe", "preflight", "runtime"},
+    "sweep": {"config", "observe", "preflight", "report", "runtime"},
     "recipes": {"config"},
     "report": {"config", "observe", "runtime"},
     "calibrate": {"actor", "config", "controller", "local", "preflight"},
