@@ -1,4 +1,4 @@
-"""A sweep of real runs: killed in the middle, resumed as a whole, with a setting that fails."""
+"""Sweeps of real runs, all combinations and a search: killed in the middle, resumed as a whole, with a setting that fails."""
 
 import json
 import os
@@ -13,7 +13,8 @@ import pytest
 from whole_run import LOCAL
 
 from rlinf_vl.observe.status import read_status
-from rlinf_vl.report.sweep import read_sweep
+from rlinf_vl.report.sweep import group_by_setting, read_sweep
+from rlinf_vl.report.trials import trials_in
 from rlinf_vl.toy.task import toy_dataset_path
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -27,12 +28,16 @@ def rows(tmp_path_factory):
     return path
 
 
+GRID = (
+    # An infinite rate makes a gradient that is not finite in the second step.
+    "actor.optim.lr=5e-4,1e30", "runner.max_bad_steps=1", "runner.seed=1,2", "actor.optim.lr_warmup_steps=0",
+)  # fmt: skip
+
+
 def start(tmp_path, rows, *options):
     return subprocess.Popen(
         [
             sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", "--multirun", LOCAL,
-            # An infinite rate makes a gradient that is not finite in the second step.
-            "actor.optim.lr=5e-4,1e30", "runner.max_bad_steps=1", "runner.seed=1,2", "actor.optim.lr_warmup_steps=0",
             "runner.max_steps=2", "runner.save_interval=1", "runner.val_check_interval=-1",
             f"data.train_data_paths={rows}", "data.rollout_batch_size=4", "algorithm.group_size=4",
             f"runner.output_dir={tmp_path}", "runner.experiment_name=sweep", *options,
@@ -51,7 +56,7 @@ def wait_for(condition, process):
 def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path, rows):
     folder = tmp_path / "sweep"
     good, bad = ([folder / f"lr-{lr}_seed-{seed}" for seed in (1, 2)] for lr in ("0.0005", "1e+30"))
-    first = start(tmp_path, rows)
+    first = start(tmp_path, rows, *GRID)
     # Until the third run, the first setting's second seed, has begun to train.
     wait_for(lambda: read_status(good[1]).get("state") == "running", first)
     first.send_signal(signal.SIGINT)
@@ -63,14 +68,14 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path, rows):
     assert not any("sweep" in " ".join(p.cmdline()) for p in psutil.Process().children(True))
 
     untouched = (good[0] / "metrics.jsonl").stat().st_mtime_ns
-    second = start(tmp_path, rows, "--parallel", "2")
+    second = start(tmp_path, rows, *GRID, "--parallel", "2")
     output, _ = second.communicate(timeout=600)
     # A run that failed does not end the sweep, but the exit code says so, and the log why.
     assert second.returncode == 1, output
     assert "2 of 4 runs are done" in output
     assert f"run {bad[1].name} failed with exit code 1: " in output and "not finite" in output
     assert (good[0] / "metrics.jsonl").stat().st_mtime_ns == untouched
-    assert f"{good[0].name}\n" not in output.split("4 runs, ")[1]
+    assert f"{good[0].name}\n" not in output.split("runs are done", 1)[1]
     # Side by side, each run has its output in a file of its own.
     assert "step 2/2" in (folder / f"{good[1].name}.log").read_text()
     steps = [
@@ -81,3 +86,41 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path, rows):
     assert axes == ["actor.optim.lr", "runner.seed"]
     assert [m.state for m in members] == ["done", "failed", "done", "failed"]
     assert "2 settings, 4 runs, 2 of them done" in (folder / "report.html").read_text()
+
+
+def test_a_search_that_was_killed_goes_on_with_its_trial(tmp_path, rows):
+    folder = tmp_path / "sweep"
+    space = (
+        "--trials",
+        "3",
+        "--objective",
+        "reward/mean",
+        "actor.optim.lr=tag(log, interval(1e-5, 1e-3))",
+    )
+    trials = [folder / f"trial-{number:03d}" for number in range(3)]
+    first = start(tmp_path, rows, *space)
+    wait_for(lambda: (trials[1] / "checkpoints/global_step_1").exists(), first)
+    first.kill()
+    first.wait(60)
+    former = json.loads((folder / "sweep.json").read_text())
+    assert [trial["state"] for trial in former["trials"]] == ["complete", "running"]
+    untouched = (trials[0] / "metrics.jsonl").stat().st_mtime_ns
+
+    # At once: the second trial's run may still be writing its checkpoint.
+    second = start(tmp_path, rows, *space)
+    output, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, output
+    assert "3 of 3 trials are complete; the best is trial" in output
+    assert (trials[0] / "metrics.jsonl").stat().st_mtime_ns == untouched
+    content = json.loads((folder / "sweep.json").read_text())
+    assert content["trials"][0] == former["trials"][0]
+    assert content["trials"][1]["values"] == former["trials"][1]["values"]
+    for trial, values in zip(trials, content["trials"], strict=True):
+        rewards = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rewards] == [1, 2]
+        assert values["objective"] == max(row["reward/mean"] for row in rewards)
+    assert not list(folder.glob("*.previous-*"))  # it went on, and did not begin again
+    settings = group_by_setting(*read_sweep(folder), trials_in(content))
+    objectives = [setting.trial.objective for setting in settings]
+    assert len(objectives) == 3 and objectives == sorted(objectives, reverse=True)
+    assert "highest reward/mean" in (folder / "report.html").read_text()
