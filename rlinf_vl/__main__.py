@@ -89,8 +89,12 @@ def _sweep(arguments: argparse.Namespace, rules: Sequence[Rule], stop_request: S
     from rlinf_vl.report.sweep import build_sweep_report
     from rlinf_vl.sweep.launch import run_sweep
     from rlinf_vl.sweep.plan import check_sweep, plan_sweep
+    from rlinf_vl.sweep.search import require_optuna
 
     sweep = plan_sweep(arguments.config, arguments.overrides, arguments.trials, arguments.objective)
+    # A check may run where the packages of the training are not installed.
+    if sweep.search is not None and not arguments.check:
+        require_optuna()
     check_sweep(sweep, rules)
     if arguments.check:
         print(f"{sweep.folder}: {sweep.size}; each of them can begin")

@@ -30,7 +30,6 @@ from rlinf_vl.sweep.search import (
     OBJECTIVE,
     Dimension,
     Search,
-    check_search_options,
     interval_of,
     translate_sweeper,
 )
@@ -149,13 +148,13 @@ def plan_sweep(
         objective: metric of a search, by default `OBJECTIVE`.
 
     Raises:
-        ConfigError: no override lists values, an interval without trials, a search without Optuna.
+        ConfigError: no override lists values, an interval without trials.
     """
     overrides, sweeper_trials = translate_sweeper(overrides)
     n_trials = sweeper_trials if n_trials is None else n_trials
-    if n_trials is not None:
-        check_search_options(n_trials)
-    elif objective is not None:
+    if n_trials is not None and n_trials < 1:
+        raise ConfigError(f"--trials {n_trials}: give a number from 1 on")
+    if n_trials is None and objective is not None:
         raise ConfigError(f"--objective {objective}: is for a search; give --trials N, too")
     fixed, axes = list[str](), dict[str, tuple[str, ...]]()
     intervals = dict[str, Dimension]()

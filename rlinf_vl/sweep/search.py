@@ -93,10 +93,8 @@ class Search:
         return [first, *further]
 
 
-def check_search_options(n_trials: int) -> None:
-    """Raise ConfigError if there is nothing to search, or no Optuna to search with."""
-    if n_trials < 1:
-        raise ConfigError(f"--trials {n_trials}: give a number from 1 on")
+def require_optuna() -> None:
+    """Raise ConfigError if there is no Optuna to search with."""
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError(f"--trials: a search needs optuna, which is not installed; {INSTALL}")
 

@@ -96,12 +96,14 @@ def test_the_plugins_keys_are_translated(tmp_path):
         plan(tmp_path, "runner.seed=1,2", trials=None, objective="x")
 
 
-def test_without_optuna_the_error_says_how_to_install_it(tmp_path, monkeypatch):
+def test_without_optuna_the_error_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"optuna, which is not.*pip install 'rlinf_vl\[search\]'"
-    ):
-        plan(tmp_path, *SPACE)
+    words = ["train", "toy-grpo-cpu", "--multirun", "--trials", "3", SPACE[1]]
+    assert main([*words, f"runner.output_dir={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "optuna, which is not installed; pip install 'rlinf_vl[search]'" in error
+    with pytest.raises(ConfigError, match="--trials 0: give a number from 1 on"):
+        plan(tmp_path, *SPACE, trials=0)
 
 
 def test_the_command_line_checks_a_search_and_refuses_trials_without_multirun(tmp_path, capsys):
