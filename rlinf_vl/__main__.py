@@ -86,7 +86,6 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
 
 
 def _sweep(arguments: argparse.Namespace, rules: Sequence[Rule], stop_request: StopRequest) -> int:
-    from rlinf_vl.report.sweep import build_sweep_report
     from rlinf_vl.sweep.launch import run_sweep
     from rlinf_vl.sweep.plan import check_sweep, plan_sweep
     from rlinf_vl.sweep.search import require_optuna
@@ -99,6 +98,9 @@ def _sweep(arguments: argparse.Namespace, rules: Sequence[Rule], stop_request: S
     if arguments.check:
         print(f"{sweep.folder}: {sweep.size}; each of them can begin")
         return 0
+    # Not before: it needs torch, and a check may run without.
+    from rlinf_vl.report.sweep import build_sweep_report
+
     code = run_sweep(sweep, arguments.parallel, stop_request)
     log.info("the sweep's report: %s", build_sweep_report(sweep.folder))
     return code

@@ -58,7 +58,7 @@ done
 # the few packages that this takes. Where not even that can be made, the installation is left to say why.
 check_config() {
     local python="$root/.venv/bin/python" candidate scratch code=0
-    if ! "$python" -c "import hydra, huggingface_hub, numpy, psutil, pyarrow, rich" 2>/dev/null; then
+    if ! "$python" -c "import hydra, huggingface_hub, jinja2, numpy, psutil, pyarrow, rich, upath" 2>/dev/null; then
         scratch="$(mktemp -d)"
         trap 'rm -rf -- "$scratch"' RETURN
         python="$scratch/bin/python"
@@ -67,7 +67,7 @@ check_config() {
         done
         echo "[check] looking at the config before SGLang is installed …"
         "$candidate" -m venv -- "$scratch" &&
-            "$python" -m pip install -qq --disable-pip-version-check hydra-core huggingface_hub numpy psutil pyarrow rich ||
+            "$python" -m pip install -qq --disable-pip-version-check -r "$root/requirements/check.txt" ||
             return 0
     fi
     PYTHONPATH="$root" "$python" -m rlinf_vl train --check "$name" "$@" || code=$?

@@ -272,6 +272,58 @@ def test_a_config_is_checked_where_there_is_no_environment_at_all(
     assert not any(scratch.iterdir()), "the environment of a moment is gone"
 
 
+#: Runs `rlinf-vl` with the arguments, in a Python that has only the packages of argv[1] and those that they bring along.
+WITH_FEW_PACKAGES = """
+import re, sys
+from importlib.metadata import distribution, packages_distributions, PackageNotFoundError
+
+def name_of(text):
+    return re.match(r"[\\w.-]+", text)[0].lower().replace("_", "-").replace(".", "-")
+
+allowed, waiting = {"rlinf-vl"}, [name_of(line) for line in open(sys.argv[1]) if not line.startswith("#")]
+while waiting:
+    name = waiting.pop()
+    if name not in allowed:
+        allowed.add(name)
+        try:
+            required = distribution(name).requires or []
+        except PackageNotFoundError:  # for another version of Python
+            continue
+        waiting += [name_of(text) for text in required if "extra ==" not in text]
+
+class Blocker:
+    places = packages_distributions()
+
+    def find_spec(self, module, path=None, target=None):
+        owners = {name_of(owner) for owner in self.places.get(module.partition(".")[0], ())}
+        if owners and not owners & allowed:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+sys.meta_path.insert(0, Blocker())
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+sys.argv[:2] = ["rlinf-vl"]
+from rlinf_vl.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("wrong, code", [([], 0), (["runner.max_stesp=3"], 2)])
+@pytest.mark.parametrize("sweep", [[], ["--multirun", "runner.seed=1,2"]])
+def test_a_check_needs_no_package_but_those_of_its_list(wrong, code, sweep, tmp_path):
+    listed = ROOT / "requirements/check.txt"
+    arguments = ["train", "--check", "toy-grpo-cpu-sglang", f"runner.output_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_FEW_PACKAGES, listed, *arguments, *sweep, *wrong],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == code, done.stderr
+    assert ("did you mean 'runner.max_steps'" in done.stderr) == bool(wrong)
+
+
 def test_a_config_is_not_checked_twice_where_sglang_is_installed(nothing_installed):
     (nothing_installed / ".venv-sglang/.rlinf_vl").touch()
     done = bash(nothing_installed / RUN.relative_to(ROOT), "toy-grpo-cpu-sglang", "a=1")
