@@ -15,12 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_logging, services
 from ray._raylet import Config as RayConfig  # pyright: ignore[reportAttributeAccessIssue]  # Cython, without stubs
@@ -54,6 +55,9 @@ WORKER_S = 120.0
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 #: Device files of NVIDIA's and AMD's GPUs.
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd")
+#: Times that a private Ray is started until one is up, and a part of the error that says it was late.
+START_ATTEMPTS = 3
+STARTED_LATE = "timed out during startup"
 #: Seconds that the cluster has to offer the nodes and slots asked for.
 PLACEMENT_TIMEOUT_S = 300
 
@@ -187,17 +191,46 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
         os.environ.update(environment)
         try:
             with _own_sessions():
-                ray.init(
-                    address="local",
+                _init_private(
                     num_cpus=_slots(config),
                     object_store_memory=cluster.object_store_memory,
-                    include_dashboard=False,
                     **options,
                 )
         finally:
             for name in environment:
                 os.environ.pop(name)
             os.environ.update(former)
+
+
+def _init_private(**options: Any) -> None:
+    """Start a private Ray; on a busy machine more than once.
+
+    A raylet has 30 s to register, which no setting of Ray 2.60 changes. Ray then raises, and leaves
+    the processes that it has started until this one ends.
+    """
+    present_children = set(psutil.Process().children())
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(address="local", include_dashboard=False, **options)
+            return
+        except Exception as error:
+            left_running = set(psutil.Process().children()) - present_children
+            _kill(left_running)
+            if STARTED_LATE not in str(error) or attempt + 1 == START_ATTEMPTS:
+                raise
+            log.warning("Ray did not start within 30 s, as on a busy machine; it is started again")
+
+
+def _kill(processes: Collection[psutil.Process]) -> None:
+    """Kill processes and what they have started, and wait for their end."""
+    victims = list(processes)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            victims += process.children(recursive=True)
+    for process in victims:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(victims, timeout=10)
 
 
 def _keep_colors_out() -> None:
