@@ -91,7 +91,9 @@ def strike(
     """Send a run a signal after its third step: it ends with this code, and with all its processes."""
     try:
         wait_until(lambda: len(metrics(folder)) > 3, run, folder)
-        assert "sglang::scheduler" in commands(mark) and "ray::ActorRank" in commands(mark)
+        titles = ("sglang::scheduler", "ray::ActorRank")
+        # A process that is just changing its title has neither for a moment.
+        wait_until(lambda: all(title in commands(mark) for title in titles), run, folder)
         run.send_signal(number)
         assert run.wait(timeout=60) == code
     finally:
