@@ -78,11 +78,7 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
     """Return the function that reads the model at `path`, its collator and its processor."""
     rollout, actor, files = config.rollout.model, config.actor, config.runner.code_files
     family = family_of(model_type, path, rollout.trust_remote_code, actor.model.vlm.paths, files)
-    processor = Processor(
-        path,
-        family,
-        **processor_options(config),
-    )
+    processor = Processor(path, family, **processor_options(config))
 
     # Quantization needs whole weights, and every rank has all of them.
     is_quantized = actor.model.is_lora and actor.model.lora.quantization != "none"

@@ -131,11 +131,7 @@ def _load(checkpoint: Path, split: str, trust_run_code: bool) -> Model:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = restored.model
     merge_adapters(model)
-    processor = Processor(
-        restored.base,
-        restored.family,
-        **processor_options(config),
-    )
+    processor = Processor(restored.base, restored.family, **processor_options(config))
     algorithm = config.algorithm
     sampling = algorithm.sampling_params if split == "train" else algorithm.val_sampling_params
     policy = PolicyModel(

@@ -13,15 +13,14 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.config.processing import processor_options
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.families import family_of
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.loading import load_model, switch_dropout_off, use_packed_attention
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.replay_file import RecordedStep
+from rlinf_vl.rollout.row_check import processor_of
 from rlinf_vl.types import ImageRef
 
 
@@ -100,20 +99,10 @@ def subject_of(step: RecordedStep, config: Config) -> Subject:
         for name, data in step.model_files.items():
             # Names come from somebody else's file: none may leave the folder.
             (folder / Path(name).name).write_bytes(data)
-    rollout = config.rollout.model
-    family = family_of(
-        rollout.model_type,
-        folder,
-        rollout.trust_remote_code,
-        config.actor.model.vlm.paths,
-        config.runner.code_files,
-    )
-    processor = Processor(
-        folder,
-        family,
-        **processor_options(config),
-    )
-    model_config = AutoConfig.from_pretrained(folder, trust_remote_code=rollout.trust_remote_code)
+    processor = processor_of(config, str(folder))
+    family = processor.family
+    trust = config.rollout.model.trust_remote_code
+    model_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     weights = _weights(step, family, model_config)
     text = model_config.get_text_config()
     return Subject(

@@ -57,10 +57,14 @@ def run_folder(config: Config) -> Path:
     return Path(config.runner.output_dir).absolute() / config.runner.experiment_name
 
 
+def _lock_file(run_dir: Path) -> Path:
+    return run_dir.with_name(f".{run_dir.name}.lock")
+
+
 def is_locked(run_dir: Path) -> bool:
     """Return whether a process has reserved the run's folder (`locked`)."""
     try:
-        with run_dir.with_name(f".{run_dir.name}.lock").open("rb") as file:
+        with _lock_file(run_dir).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -79,7 +83,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     Other hosts see the lock where the file system has locks between hosts (NFS 4, Lustre with `-o
     flock`, Ceph, GPFS). On one that has none, a warning names the run that the file names.
     """
-    path = run_dir.with_name(f".{run_dir.name}.lock")
+    path = _lock_file(run_dir)
     host = platform.node()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

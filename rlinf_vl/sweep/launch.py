@@ -70,7 +70,7 @@ class Grid:
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._waiting = [run for run in sweep.runs if not is_done(sweep, run)]
+        self._waiting = [run for run in sweep.runs if not sweep.is_done(run)]
         self.n_left = len(self._waiting)
 
     def next_run(self) -> SweepRun | None:
@@ -80,7 +80,7 @@ class Grid:
         """Do nothing: the runs' folders say what is done."""
 
     def summary(self) -> str:
-        n_done = sum(is_done(self._sweep, run) for run in self._sweep.runs)
+        n_done = sum(map(self._sweep.is_done, self._sweep.runs))
         return f"{n_done} of {len(self._sweep.runs)} runs are done"
 
 
@@ -115,11 +115,6 @@ def _open_queue(sweep: Sweep) -> RunQueue:
 
     sweep.folder.mkdir(parents=True, exist_ok=True)
     return Study(sweep, sweep.search)
-
-
-def is_done(sweep: Sweep, run: SweepRun) -> bool:
-    """Return whether a run has ended with its last step."""
-    return read_status(sweep.run_dir(run)).get("state") == "done"
 
 
 def _check_parallel(sweep: Sweep, parallel: int) -> None:

@@ -24,6 +24,7 @@ from rlinf_vl.config.load import load_config, parse_config
 from rlinf_vl.config.sweeps import SEEDS, SWEEP_FILE
 from rlinf_vl.config.validate import Rule
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.sweep.search import (
@@ -88,6 +89,10 @@ class Sweep:
 
     def run_dir(self, run: SweepRun) -> Path:
         return self.folder / run.name
+
+    def is_done(self, run: SweepRun) -> bool:
+        """Return whether a run has ended with its last step."""
+        return read_status(self.run_dir(run)).get("state") == "done"
 
     @property
     def checked_runs(self) -> tuple[SweepRun, ...]:

@@ -21,7 +21,6 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from rlinf_vl.observe.status import read_status
 from rlinf_vl.report.run_files import read_metrics
 from rlinf_vl.sweep.plan import Sweep, SweepRun, write_sweep
 from rlinf_vl.sweep.search import Dimension, Search
@@ -113,7 +112,7 @@ class Study:
                 self._study.tell(trial.number, state=TrialState.FAIL)
                 continue
             runs = self._sweep.trial_runs(trial.number, self._values(trial))
-            self._open_runs[trial.number] = [run for run in runs if not self._is_done(run)]
+            self._open_runs[trial.number] = [run for run in runs if not self._sweep.is_done(run)]
             self._waiting += self._open_runs[trial.number]
             if not self._open_runs[trial.number]:
                 self._tell(trial.number)
@@ -143,7 +142,7 @@ class Study:
         """Tell Optuna the trial's value, or that it failed."""
         trial = next(trial for trial in self.trials() if trial.number == number)
         runs = self._sweep.trial_runs(number, self._values(trial))
-        is_complete = all(map(self._is_done, runs))
+        is_complete = all(map(self._sweep.is_done, runs))
         values = [best_value(self._sweep.run_dir(run), self._search.objective) for run in runs]
         logged_values = [value for value in values if value is not None]
         if is_complete and len(logged_values) == len(runs):
@@ -173,9 +172,6 @@ class Study:
     def _values(self, trial: FrozenTrial) -> dict[str, str]:
         dimensions = self._search.dimensions
         return {key: one.text_of(trial.params[key]) for key, one in dimensions.items()}
-
-    def _is_done(self, run: SweepRun) -> bool:
-        return read_status(self._sweep.run_dir(run)).get("state") == "done"
 
 
 def best_value(run_dir: Path, metric: str) -> float | None:
