@@ -5,6 +5,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,10 +164,20 @@ METADATA_CLASSES = {
 }
 
 
+def _enum_member(kind: Any, name: Any) -> Enum:
+    """Return the member of an enumeration that has this name: no other attribute of anything."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise RunError("it would run builtins.getattr, which no checkpoint of a run needs")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of a checkpoint's metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 pickle a member of an enumeration so.
+            return _enum_member
         if name not in METADATA_CLASSES.get(module, ()):
             raise RunError(f"it would run {module}.{name}, which no checkpoint of a run needs")
         return super().find_class(module, name)

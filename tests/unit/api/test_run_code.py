@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import rlinf_vl
 from rlinf_vl.__main__ import main
@@ -151,3 +152,27 @@ def test_weights_whose_metadata_would_run_code_are_refused(folder, marker, tmp_p
     )
     with pytest.raises(RunError, match="is a pickled object, and not a tensor"):
         refuse_pickled_code(tmp_path / "pickled")
+
+
+class ByAttribute:
+    """Pickled as an attribute of a class, as Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+
+    def __init__(self, owner, name):
+        self.attribute = owner, name
+
+    def __reduce__(self):
+        return (getattr, self.attribute)
+
+
+def test_members_of_enumerations_are_read_by_name_and_nothing_else_is(folder):
+    """Debian's Python 3.11.2 writes every checkpoint so."""
+    path = folder / "checkpoints/global_step_2/actor/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_meta = ByAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    path.write_bytes(pickle.dumps(metadata))
+    refuse_pickled_code(path.parent)
+    for owner, name in ((_MEM_FORMAT_ENCODING, "mro"), (dict, "fromkeys"), (torch.Size, "numel")):
+        metadata.storage_meta = ByAttribute(owner, name)
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(RunError, match=r"would run builtins\.(getattr|dict)"):
+            refuse_pickled_code(path.parent)
