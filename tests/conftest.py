@@ -43,8 +43,10 @@ def toy_folder(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the parameters that the mark `quick` of their test does not name."""
+    """Mark as slow what is spare, and the parameters that the mark `quick` of their test does not name."""
     for item in items:
+        if item.get_closest_marker("spare"):
+            item.add_marker("slow")
         if mark := item.get_closest_marker("quick"):
             # The ids of several parameters of a test are joined by hyphens.
             ids = f"-{item.callspec.id}-"  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools and runs the tests. Arguments go to pytest:
 #   bash tests/run.sh tests/unit -k algo
-# Without any, the quick tests run, about 12 minutes on two cores. With --all first, the slow ones run, too. Both use one process
-# more than there are cores (four at most), since whole runs also wait: whole runs first, the longest, unit tests last.
+# Without any, the quick tests run, about 12 minutes on two cores. With --all first, the slow ones run, too, but for those of which
+# another test keeps most of the promise; with --spare first, these. All use one process more than there are cores (four at most),
+# since whole runs also wait: whole runs first, the longest, unit tests last.
 # With --sglang first: the environment that has SGLang (11 GB), and the tests that need it or its torch; without, those that need
 # it are skipped.
 set -euo pipefail
@@ -20,7 +21,10 @@ if [[ "${1:-}" == --sglang ]]; then
     tests+=(tests/unit/models/test_attention.py tests/unit/models/test_layers.py)  # SGLang's torch is a newer one
 elif [[ "${1:-}" == --all ]]; then
     shift
-    tests=("${parallel[@]}")
+    tests=("${parallel[@]}" -m "not spare and not chaos")
+elif [[ "${1:-}" == --spare ]]; then
+    shift
+    tests=("${parallel[@]}" -m spare)
 elif (($# == 0)); then
     tests=("${parallel[@]}" -m "not slow and not chaos")
 fi

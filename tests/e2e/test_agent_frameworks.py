@@ -21,6 +21,7 @@ def frameworks_python(tmp_path_factory) -> Path:
     return python_with(tmp_path_factory.mktemp("frameworks"), "-r", str(requirements))
 
 
+@pytest.mark.spare
 def test_five_frameworks_train(frameworks_python, tmp_path):
     command = [
         *(sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", "cluster.backend=local"),

@@ -121,7 +121,13 @@ def test_an_agents_calls_are_metrics(runs) -> None:
     assert ours[-1]["val/agent/calls"] >= 1
 
 
-@pytest.mark.parametrize("overrides", [AGENT, ("rollout.env_processes=1",)], ids=["agent", "env"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(AGENT, id="agent"),
+        pytest.param(("rollout.env_processes=1",), id="env", marks=pytest.mark.spare),
+    ],
+)
 def test_users_code_in_processes_trains_on_ray(tmp_path, overrides) -> None:
     """Not compared digit by digit: which requests share a batch depends on when they arrive."""
     folder = played_run(tmp_path, "toy-maze", STEPS, SIZE, *overrides, "cluster.backend=ray")

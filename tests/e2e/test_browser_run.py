@@ -50,6 +50,7 @@ def test_a_run_learns_from_what_pages_pay(tmp_path: Path) -> None:
     assert len({tuple(paths) for paths in table.images}) > 1
 
 
+@pytest.mark.spare
 def test_the_toy_clicks_in_a_browser(tmp_path: Path) -> None:
     """The model writes calls, and seldom where the buttons are."""
     run = played_run(

@@ -124,6 +124,7 @@ def test_an_environment_of_verifiers_trains_on_ray(hub_python, tmp_path):
     verifiers_run(hub_python, tmp_path)
 
 
+@pytest.mark.spare
 def test_the_oldest_verifiers_trains(oldest_python, tmp_path):
     """With the older `datasets` that it asks for."""
     verifiers_run(oldest_python, tmp_path, "cluster.backend=local")

@@ -95,6 +95,7 @@ def test_slurm_runs_a_part_on_each_node_and_has_the_exit_code(hosts, tmp_path):
     assert not list((ROOT / "results").glob(f".ray-head-{job}-*"))
 
 
+@pytest.mark.spare
 def test_kuberay_submits_the_job_to_pods_that_have_started_ray(hosts):
     spec = yaml.safe_load((LAUNCHERS / "rayjob.yaml").read_text())["spec"]
     cluster = spec["rayClusterSpec"]

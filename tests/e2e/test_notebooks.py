@@ -118,7 +118,7 @@ def test_rows_and_a_reward_of_a_notebook_and_an_interrupt(tmp_path):
         assert kernel.run("1 + 1") == "2"
 
 
-@pytest.mark.slow
+@pytest.mark.spare
 def test_an_environment_of_a_notebook(tmp_path):
     kernel = Kernel("environment", tmp_path)
     kernel.client.execute()

@@ -390,10 +390,12 @@ WITH_SGLANG = (
 
 
 PROCESSES = str(min(os.sysconf("SC_NPROCESSORS_ONLN") + 1, 4))
-ALL = (
-    *LIGHT[:2],
-    [*LIGHT[2], "-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder"],
-)
+
+
+def with_marks(expression: str) -> tuple:
+    """What is run of the tests that `expression` selects, in several processes."""
+    options = ["-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder", "-m", expression]
+    return (*LIGHT[:2], [*LIGHT[2], *options])
 
 
 @pytest.mark.parametrize(
@@ -401,7 +403,8 @@ ALL = (
     [
         ("tests/run.sh", ["-k", "a b"], [LIGHT]),
         ("tests/run.sh", ["--sglang", "-k", "a b"], [WITH_SGLANG]),
-        ("tests/run.sh", ["--all", "-k", "a b"], [ALL]),
+        ("tests/run.sh", ["--all", "-k", "a b"], [with_marks("not spare and not chaos")]),
+        ("tests/run.sh", ["--spare", "-k", "a b"], [with_marks("spare")]),
     ],
 )
 def test_the_tests_run_in_their_environments(
@@ -420,7 +423,7 @@ def test_the_tests_run_in_their_environments(
 def test_without_arguments_the_quick_tests_run(tree: Path):
     done = bash(tree / "tests/run.sh")
     argv = json.loads(done.stdout.splitlines()[-1])["argv"]
-    assert argv == [*ALL[2], "-m", "not slow and not chaos"]
+    assert argv == with_marks("not slow and not chaos")[2]
 
 
 def test_checks_run_all_or_those_named(tree: Path):
@@ -449,6 +452,7 @@ def test_continuous_integration_runs_every_part(tree: Path):
         f"beside the next steps: bash {tree}/tests/checks.sh",
         f"bash {tree}/tests/run.sh --sglang -k a b",
         "checks has ended:",
+        f"bash {tree}/tests/run.sh --spare -k a b",
         f"bash {tree}/tests/run.sh -m chaos tests/e2e/test_chaos.py",
     ]
     assert "tests/checks/one.py" in done.stdout, "what ran beside is shown"
