@@ -86,16 +86,21 @@ class Host:
         ]
 
     def actors(self) -> set[tuple[str, int]]:
-        """Class and process id of the Ray actors that run here."""
-        found = set()
+        """Class and process id of the Ray actors that run here.
+
+        A process that an actor starts has its title until it begins its own program, and is none."""
+        titles = {}
         for process in self.processes():
             try:
-                found.add(
-                    (process.cmdline()[0].partition("ray::")[2].partition(".")[0], process.pid)
-                )
+                title = process.cmdline()[0].partition("ray::")[2].partition(".")[0]
+                titles[process.pid] = title, process.ppid()
             except (psutil.Error, IndexError):
                 continue
-        return {(name, pid) for name, pid in found if name in ("ActorRank", "RolloutRank")}
+        return {
+            (title, pid)
+            for pid, (title, parent) in titles.items()
+            if title in ("ActorRank", "RolloutRank") and titles.get(parent, ("", 0))[0] != title
+        }
 
     def plug(self, *, in_: bool) -> None:
         """Pull this host's cable out of the switch, or put it back: packets are lost without a word to either end."""

@@ -13,11 +13,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 def test_ray_that_starts_late_is_started_again_and_leaves_nothing(monkeypatch, caplog):
     get_node = launch.services.get_node
+    children_before = set(psutil.Process().children(recursive=True))  # of other tests
     late_processes = []
 
     def late(*arguments):
         if not late_processes:
-            late_processes.extend(psutil.Process().children(recursive=True))
+            late_processes.extend(set(psutil.Process().children(recursive=True)) - children_before)
             raise Exception(f"The current node {launch.STARTED_LATE}.")
         return get_node(*arguments)
 
