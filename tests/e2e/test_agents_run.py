@@ -64,7 +64,9 @@ def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
         pytest.skip(f"last digits decided on tokens of {first} trajectories")
 
 
-@pytest.fixture(scope="module", params=AGENT_TOYS)
+@pytest.fixture(
+    scope="module", params=["toy-maze", pytest.param("toy-tool", marks=pytest.mark.spare)]
+)
 def runs(request, tmp_path_factory) -> tuple[Path, Path]:
     """The folders of the run that an agent plays, and of the one that the environment plays."""
     toy, agent = request.param, AGENT_TOYS[request.param]
@@ -137,6 +139,7 @@ def test_users_code_in_processes_trains_on_ray(tmp_path, overrides) -> None:
         assert 0 < row["env/success"] < 1 and row["env/turns"] == row["rollout/turns_mean"]
 
 
+@pytest.mark.spare
 def test_a_command_trains_on_ray(tmp_path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text((ROOT / "tests/command_agent.py").read_text())

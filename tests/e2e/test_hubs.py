@@ -151,7 +151,11 @@ def test_an_openenv_server_trains(hub_python, server, tmp_path):
     [
         ("hub_python", ("envs/test_openenv.py", "data/test_verifiers_rows.py")),
         # Columns of mixed types came with a later `datasets`.
-        ("oldest_python", ("data/test_verifiers_rows.py", "data/test_dataset.py", "-knot mixed")),
+        pytest.param(
+            "oldest_python",
+            ("data/test_verifiers_rows.py", "data/test_dataset.py", "-knot mixed"),
+            marks=pytest.mark.spare,
+        ),
     ],
 )
 def test_the_tests_of_the_packages_pass_where_they_are(python, files, request):

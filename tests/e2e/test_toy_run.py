@@ -257,7 +257,11 @@ def test_real_geometry_runs_through(tmp_path, geo3k_dir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "moment, number", [("ray::", signal.SIGTERM), ("ray::RolloutRank", signal.SIGINT)]
+    "moment, number",
+    [
+        pytest.param("ray::", signal.SIGTERM, marks=pytest.mark.spare),
+        ("ray::RolloutRank", signal.SIGINT),
+    ],
 )
 def test_a_run_that_is_told_to_stop_while_it_starts_leaves_no_process(tmp_path, moment, number):
     run = Run(tmp_path)
