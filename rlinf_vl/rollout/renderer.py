@@ -7,14 +7,12 @@ Invariants:
   next prompt appends to them; only if the template rewrites the history does a new sequence begin.
 """
 
-import copy
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,17 +24,16 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.placeholders import expand_images, with_video_parts, with_video_texts
+from rlinf_vl.rollout.placeholders import expand_images, with_video_parts
+from rlinf_vl.rollout.text_encoder import TextEncoder
 from rlinf_vl.types import ImageRef, Message
 
 #: The marks that enclose thoughts in an answer's text.
 THINK, END_THINK = "<think>", "</think>"
-#: Capacity of the caches of rendered prompts, and of texts between turns with their ids, in bytes.
-RENDERED_BYTES, ENCODED_BYTES = 2**26, 2**25
+#: Capacity of the cache of rendered prompts, in bytes.
+RENDERED_BYTES = 2**26
 #: A minimal conversation, to try out the template.
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
-#: The keys of a part whose values are no text of the conversation.
-_UNCHANGED_KEYS = ("type", "image", "image_url", "video", "video_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,7 @@ class Renderer:
         """
         self.processor = processor
         self._tokenizer = processor.tokenizer
+        self._encoder = TextEncoder(processor)
         template = self._tokenizer.chat_template
         self._options = dict(template_variables or {})
         # A checkpoint may have several templates by name.
@@ -120,9 +118,9 @@ class Renderer:
             raise ValueError(
                 "the checkpoint's chat template does not show tools; describe them in a message"
             )
-        marked, mark, _ = self._mark(messages, 0, tools)
+        marked, mark, _ = self._encoder.mark_special(messages, 0, tools)
         clips = filter(is_clip, images)
-        return self._expand(self._encode(self._render(*marked), mark, clips), images)
+        return self._expand(self._encoder.encode(self._render(*marked), mark, clips), images)
 
     def conversation(
         self, messages: Sequence[Message], images: Sequence[ImageRef], imitated: Sequence[int]
@@ -143,7 +141,7 @@ class Renderer:
                 earlier ones, say), renders what comes before it in another way when the
                 conversation goes on, or writes no stop token after it.
         """
-        (marked, _), text_mark, end_marks = self._mark(messages, len(imitated))
+        (marked, _), text_mark, end_marks = self._encoder.mark_special(messages, len(imitated))
         rendered = self._render(marked, add_generation_prompt=False)
         prompts = [self._render(marked[:i]) for i in imitated]
         contents = [marked[i]["content"] for i in imitated]
@@ -177,9 +175,9 @@ class Renderer:
                     f"message {i + 1}, and none of its stop tokens, {', '.join(stop_texts)}: the "
                     "policy would learn never to end"
                 )
-            ids += self._encode(rendered[position : len(prompt)], text_mark, clips)
+            ids += self._encoder.encode(rendered[position : len(prompt)], text_mark, clips)
             start, position = len(ids), end + len(stop)
-            ids += self._encode(rendered[len(prompt) : position], text_mark)
+            ids += self._encoder.encode(rendered[len(prompt) : position], text_mark)
             spans.append((start, len(ids)))
         expanded, lengths = expand_images(self.processor, ids, images)
         # An image's placeholder stands for several tokens.
@@ -221,7 +219,9 @@ class Renderer:
         for (thoughts, _), observation in zip(answers, observations[1:], strict=True):
             answer_indices.append(len(messages))
             messages += [{"role": "assistant", "content": thoughts}, *observation.messages]
-        (marked, tools), text_mark, reply_marks = self._mark(messages, len(turns), start.tools)
+        (marked, tools), text_mark, reply_marks = self._encoder.mark_special(
+            messages, len(turns), start.tools
+        )
         for index, reply_mark in zip(answer_indices, reply_marks, strict=True):
             marked[index]["content"] += reply_mark
         last_index = answer_indices[-1]
@@ -229,7 +229,7 @@ class Renderer:
         rendered = self._render(marked, tools)
         if rendered.startswith(unchanged):
             new_clips = filter(is_clip, last_observation.images)
-            new_ids = self._encode(rendered[len(unchanged) :], text_mark, new_clips)
+            new_ids = self._encoder.encode(rendered[len(unchanged) :], text_mark, new_clips)
             stop_ids = self.processor.stop_ids
             has_ended = bool(len(last_answer)) and ids[-1] in stop_ids
             # If the answer ended with a stop id, the template must write one here, too (perhaps
@@ -253,7 +253,7 @@ class Renderer:
             if piece in reply_marks:
                 rewritten += answers[reply_marks.index(piece)][1]
             else:
-                rewritten += self._encode(piece, text_mark, clips)
+                rewritten += self._encoder.encode(piece, text_mark, clips)
         return self._expand(rewritten, images)
 
     def thoughts(self, answer: np.ndarray) -> Thoughts:
@@ -291,12 +291,12 @@ class Renderer:
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text that the policy is made to begin with, int32 [n]."""
-        return np.array(self._encode_plain(text), np.int32)
+        return np.array(self._encoder.encode_plain(text), np.int32)
 
     def count_tokens(self, content: str | Sequence[dict[str, Any]]) -> int:
         """Return the number of tokens of a message's texts."""
         parts = [{"text": content}] if isinstance(content, str) else content
-        return sum(len(self._encode_plain(part.get("text", ""))) for part in parts)
+        return sum(len(self._encoder.encode_plain(part.get("text", ""))) for part in parts)
 
     @property
     def think_id(self) -> int | None:
@@ -360,7 +360,7 @@ class Renderer:
         # encoded again.
         split_text = reply[: len(reply) - len(self.processor.decode(ids[first:]))]
         thoughts_text = thoughts + end_mark + tail[: len(tail) - len(reply)]
-        return thoughts_text, [*self._encode(split_text, ""), *ids[first:].tolist()]
+        return thoughts_text, [*self._encoder.encode(split_text, ""), *ids[first:].tolist()]
 
     @cached_property
     def _begins_with_thoughts(self) -> bool:
@@ -423,88 +423,6 @@ class Renderer:
             len(images), 3
         )
 
-    def _encode(
-        self, rendered: str, mark: str, clips: Iterator[ImageRef] | None = None
-    ) -> list[int]:
-        """Encode a rendered text, with the times of the clips that it shows.
-
-        `clips` are those of the conversation that no earlier text has shown.
-
-        With a mark, the special tokens are those of the template alone. The text between them is
-        encoded without the marks, and as text even where it then spells a special token.
-        """
-        rendered = self.processor.image_tokens.with_placeholders(rendered)
-        if clips is not None and self.processor.video_token:
-            rendered = with_video_texts(self.processor, rendered, clips)
-        if not mark:
-            return list(self._encode_plain(rendered))
-        ids: list[int] = []
-        for i, piece in enumerate(
-            re.split(f"({'|'.join(map(re.escape, self._special))})", rendered)
-        ):
-            if i % 2:
-                ids.append(self._tokenizer.convert_tokens_to_ids(piece))
-            elif piece:
-                text = piece.replace(mark, "")
-                ids += self._text_only(text, add_special_tokens=False, split_special_tokens=True)[
-                    "input_ids"
-                ]
-        return ids
-
-    def _mark(
-        self, messages: Sequence[Message], n: int, tools: Sequence[dict[str, Any]] = ()
-    ) -> tuple[tuple[list[Message], list[dict[str, Any]]], str, list[str]]:
-        """Mark texts of the messages that spell a special token, so that the token is not one.
-
-        The mark goes after the first character of everything that may begin one, because a token
-        may come about only when the template joins two texts.
-
-        Returns:
-            (copies of the messages and tools, the mark or "" if none was needed, `n` further
-            marks). The marks are characters that occur in no text.
-        """
-        texts: list[str] = []
-        _map_texts([list(messages), list(tools)], texts.append)
-        joined = "".join(texts)
-        # Characters of the private use area, which have no meaning.
-        unused = (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined)
-        mark, *further_marks = islice(unused, n + 1)
-        if not any(token in joined for token in self._special):
-            return ([{**message} for message in messages], list(tools)), "", further_marks
-        starts = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
-        pattern = re.compile("|".join(starts))
-        marked_messages, marked_tools = _map_texts(
-            [list(messages), list(tools)], lambda text: pattern.sub(rf"\g<0>{mark}", text)
-        )
-        return (marked_messages, marked_tools), mark, further_marks
-
-    @cached_property
-    def _encode_plain(self) -> ByteCache[str, tuple[int, ...]]:
-        """The cache of the ids of texts without marks.
-
-        A game's text between turns is the same again and again.
-        """
-
-        def encode(text: str) -> tuple[int, ...]:
-            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-        return ByteCache(encode, size=text_bytes, max_bytes=ENCODED_BYTES)
-
-    @cached_property
-    def _special(self) -> list[str]:
-        """All special tokens, longer ones first, as one may begin with another."""
-        added_tokens = self._tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added_tokens if token.special}
-        return sorted(special | set(self._tokenizer.all_special_tokens), key=len, reverse=True)
-
-    @cached_property
-    def _text_only(self) -> Any:
-        """A copy of the tokenizer for texts that spell special tokens.
-
-        `split_special_tokens` changes the tokenizer object itself, which threads share.
-        """
-        return copy.deepcopy(self._tokenizer)
-
 
 def _images(observations: Iterable[Observation]) -> list[ImageRef]:
     """Return the images of all observations, in order."""
@@ -518,17 +436,3 @@ def _with_image_parts(message: Message) -> Message:
         return message
     parts = [{"type": "image"} if part.get("type") == "image_url" else part for part in content]
     return {**message, "content": parts}
-
-
-def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a copy of a JSON-like value with every text changed, except the URLs of images."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {
-            key: item if key in _UNCHANGED_KEYS else _map_texts(item, change)
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [_map_texts(item, change) for item in value]
-    return value

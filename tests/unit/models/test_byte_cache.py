@@ -4,7 +4,8 @@ import threading
 import tracemalloc
 
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
-from rlinf_vl.rollout.renderer import ENCODED_BYTES, RENDERED_BYTES, Renderer
+from rlinf_vl.rollout.renderer import RENDERED_BYTES, Renderer
+from rlinf_vl.rollout.text_encoder import ENCODED_BYTES
 
 
 def upper(calls):
@@ -73,5 +74,5 @@ def test_long_prompts_do_not_fill_the_renderers_memory(toy_folder):
         renderer._render([{"role": "user", "content": f"{number} " + "x" * 1_000_000}])
     assert renderer._render_json.n_bytes <= RENDERED_BYTES
     for number in range(40):
-        renderer._encode_plain(f"{number} " + "x " * 50_000)
-    assert renderer._encode_plain.n_bytes <= ENCODED_BYTES
+        renderer._encoder.encode_plain(f"{number} " + "x " * 50_000)
+    assert renderer._encoder.encode_plain.n_bytes <= ENCODED_BYTES

@@ -357,5 +357,5 @@ def test_what_was_encoded_before_may_be_changed_by_whoever_asked(renderer):
     ids[:] = 0
     again, _ = renderer.prompt([{"role": "user", "content": "Which way?"}], [])
     assert again.any()
-    renderer._encode("Which way?", "").clear()
-    assert renderer._encode("Which way?", "")
+    renderer._encoder.encode("Which way?", "").clear()
+    assert renderer._encoder.encode("Which way?", "")
