@@ -45,28 +45,30 @@ class Delta:
         Both are integers [n] on one device; without `old`, every value is one.
         """
         empty, n, value_bytes = np.empty(0, np.uint8), len(new), new.element_size()
-        changed = None if old is None else (old != new).nonzero().squeeze(1)
         bytes_by_encoding: dict[str | int, int] = {"whole": n * value_bytes}
-        if changed is not None:
-            bytes_by_encoding["mask"] = -(-n // 8) + len(changed) * value_bytes
+        is_changed = None if old is None else old != new
+        if is_changed is not None:
+            # The number of changes says which encoding is the smallest. Their places are found
+            # only where they are sent: in float32 nearly all values change.
+            n_changed = int(is_changed.count_nonzero())
+            bytes_by_encoding["mask"] = -(-n // 8) + n_changed * value_bytes
             for bits, (position, count) in _BLOCKS.items():
                 entry_bytes = np.dtype(position).itemsize + value_bytes
                 bytes_by_encoding[bits] = (
-                    len(changed) * entry_bytes + -(-n // 2**bits) * np.dtype(count).itemsize
+                    n_changed * entry_bytes + -(-n // 2**bits) * np.dtype(count).itemsize
                 )
         encoding = min(bytes_by_encoding, key=bytes_by_encoding.__getitem__)
-        if changed is None or encoding == "whole":
+        if is_changed is None or encoding == "whole":
             return cls(
                 encoding="whole", counts=empty, positions=empty, values=new.cpu().numpy(), **fields
             )
+        changed = is_changed.nonzero().squeeze(1)
         values = new[changed].cpu().numpy()
         if isinstance(encoding, str):
-            mask = np.zeros(n, bool)
-            mask[changed.cpu().numpy()] = True
             return cls(
                 encoding=encoding,
                 counts=empty,
-                positions=np.packbits(mask),
+                positions=np.packbits(is_changed.cpu().numpy()),
                 values=values,
                 **fields,
             )
