@@ -43,7 +43,7 @@ TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "maze": ("toy-maze-cpu", 25, ()),
     "small": (
         "toy-grpo-cpu",
-        12,
+        20,
         (
             f"reward.reward_type={Path(__file__).resolve()}:by_chance",
             "data.rollout_batch_size=4",

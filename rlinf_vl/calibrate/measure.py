@@ -7,6 +7,7 @@
 | updates on few and many groups | seconds of a micro-batch's operations, FLOPs a second |
 | AdamW alone; a weight sync | bytes a second of the optimizer; seconds of a sync |
 | copies, and an exchange of two processes | bytes a second of memory, and from rank to rank |
+| changed weights, encoded, copied and written | bytes a second of a weight sync of changes |
 | plans, and records of a step's trajectories | seconds of a step beside its phases; of a record |
 | groups and updates beside neighbours | how much slower a slot is while all cores compute |
 
@@ -17,6 +18,7 @@ GPU they are those of the clock. The fitted rates belong to products of the mode
 
 import math
 import os
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +46,7 @@ from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import Rates
 from rlinf_vl.preflight.step_time import OPTIMIZER_BYTES, engine_shape
 from rlinf_vl.types import Group, GroupSummary
+from rlinf_vl.weights.changes import Delta
 
 #: Numbers of groups that are generated, shares of a step's.
 SHARES = (1 / 16, 1 / 4, 1 / 2, 1.0)
@@ -156,6 +159,7 @@ def measure(
         record_s=record_s,
         cores=cores,
         full_slowdown=slowdown,
+        changes=_changes_rate(device),
     )
     return Calibration(rates, lengths, name, device, max(decode_left, train_left))
 
@@ -368,6 +372,26 @@ def _copy_rate(device: str) -> float:
         target.copy_(source)
         seconds.append(clock() - start)
     return 2 * source.nbytes / max(min(seconds), 1e-6)
+
+
+def _changes_rate(device: str) -> float:
+    """Return the bytes a second of float32 weights, all changed, from a process to another.
+
+    The copies between the processes are those of a pickle, there and back.
+    """
+    old = torch.zeros(2**24, dtype=torch.int32, device=device)
+    new, target, clock, seconds = old + 1, torch.zeros_like(old), _clock(device), []
+    pieces = (("weight", (len(new),), 0, len(new)),)
+    for _ in range(3):
+        start = clock()
+        sent = Delta.between(
+            old, torch.cat([new]), number=0, base=0, dtype="float32", pieces=pieces
+        )
+        received: Delta = pickle.loads(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+        for _, _, places, values in received.parts(device):
+            target[places] = values
+        seconds.append(clock() - start)
+    return new.nbytes / max(min(seconds), 1e-6)
 
 
 def _lengths(generated: Sequence[_Generated], trained: Sequence[_Trained]) -> Lengths:

@@ -38,6 +38,8 @@ class Rates:
         collective_s: seconds of a collective beside its bytes.
         optimizer_memory: bytes a second of an optimizer step.
         sync_s: seconds of a weight sync beside its bytes; `wake_s`: of sleeping and waking.
+        changes: bytes a second of changed weights from one process to another (`delta`): found,
+            encoded, copied and written; 0: not measured.
         group_s: seconds of a group beside its tokens: its row, prompt, images, reward and transport.
         step_s: seconds of a step beside all of these: planning, logging.
         record_s: seconds of a processor in which a process of its own records a step's trajectories.
@@ -73,6 +75,7 @@ class Rates:
     record_s: float = 0.0
     cores: int = 0
     full_slowdown: float = 1.0
+    changes: float = 0.0
 
     def slowdown(self, busy: int) -> float:
         """Return the seconds of a slot while so many of a machine compute, over its seconds alone.

@@ -35,6 +35,7 @@ from rlinf_vl.preflight.traffic import (
     expert_exchanges,
     weight_exchanges,
 )
+from rlinf_vl.weights.strategy import Site, choose_strategy
 
 #: Time of the fullest rank over that of the mean.
 IMBALANCE = 1.1
@@ -42,7 +43,8 @@ IMBALANCE = 1.1
 FILL = 0.9
 #: Bytes that AdamW reads and writes of its state for each trained value: gradient, weight, moments.
 OPTIMIZER_BYTES = 32
-#: Share of values that `delta` finds changed, with their positions.
+#: Share of values in two bytes that `delta` finds changed, with their positions. Of float32 values
+#: nearly all change.
 DELTA_SHARE = 0.06
 PHASES = ("generate", "images", "logprobs", "train", "sync", "wake", "checkpoint")
 
@@ -403,13 +405,20 @@ def _moved_while_generating(config: Config, model: Model, grid: Grid) -> int:
 def _sync(config: Config, model: Model, placement: Placement, grid: Grid, rates: Rates) -> float:
     """Return the seconds of a weight sync."""
     name, itemsize = config.rollout.weight_sync, DTYPES[config.rollout.model.precision].itemsize
+    if name == "auto":
+        device = "cpu" if rates.cores else "cuda"
+        site = Site(device, placement.shared, placement.beside_actors)
+        name = choose_strategy(name, site).name
     nbytes = itemsize * model.weights.engine_elements
     crosses = grid.shard > grid.per_node
     gathered = nbytes * (grid.shard - 1) / grid.shard / (rates.network if crosses else rates.node)
     if name == "delta":
-        shard = nbytes / grid.shard
-        return rates.sync_s + shard / rates.host + 2 * DELTA_SHARE * nbytes / rates.host
-    if placement.beside_actors and name in ("auto", "shared_memory"):
+        changed = min(nbytes, itemsize * model.weights.trained)
+        if itemsize < 4:
+            changed *= DELTA_SHARE
+        changes = rates.changes or rates.host / 2
+        return rates.sync_s + nbytes / grid.shard / rates.host + changed / changes
+    if placement.beside_actors and name == "shared_memory":
         return rates.sync_s + gathered + 3 * nbytes / rates.memory
     # From rank 0 to all engines, or through its host's memory.
     several = len(set(map(placement.node_of, placement.rollout))) > 1 or crosses

@@ -142,6 +142,23 @@ def test_processes_beyond_the_cores_take_turns():
     assert H100.slowdown(4) == 1
 
 
+def test_auto_is_synced_as_a_run_would(model):
+    split = "cluster.component_placement={actor: 0, rollout: 1}"
+    two_cores = replace(H100, cores=2, changes=1e9)
+
+    def sync(*overrides, rates):
+        return estimated(model, split, *overrides, gpus=2, rates=rates).phases["sync"]
+
+    assert sync(rates=two_cores) == sync("rollout.weight_sync=delta", rates=two_cores)
+    assert sync(rates=H100) == sync("rollout.weight_sync=broadcast", rates=H100)
+    # A value in two bytes seldom changes, one in four nearly always.
+    trained, every = model.weights.trained, model.weights.engine_elements
+    for precision, nbytes, share in (("bf16", 2, 0.06), ("fp32", 4, 1)):
+        seconds = sync(f"rollout.model.precision={precision}", rates=two_cores)
+        whole, changed = nbytes * every, share * nbytes * min(trained, every)
+        assert seconds == pytest.approx(H100.sync_s + whole / H100.host + changed / 1e9)
+
+
 def test_an_engine_computes_running_responses_anew_with_each_update(model):
     split = "cluster.component_placement={actor: 0-3, rollout: 4-7}"
     ahead = ("runner.schedule=async", "data.rollout_batch_size=2048", split)
