@@ -384,11 +384,11 @@ def _changes_rate(device: str) -> float:
     pieces = (("weight", (len(new),), 0, len(new)),)
     for _ in range(3):
         start = clock()
-        sent = Delta.between(
+        sent_changes = Delta.between(
             old, torch.cat([new]), number=0, base=0, dtype="float32", pieces=pieces
         )
-        received: Delta = pickle.loads(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
-        for _, _, places, values in received.parts(device):
+        received_changes: Delta = pickle.loads(pickle.dumps(sent_changes, pickle.HIGHEST_PROTOCOL))
+        for _, _, places, values in received_changes.parts(device):
             target[places] = values
         seconds.append(clock() - start)
     return new.nbytes / max(min(seconds), 1e-6)
