@@ -35,7 +35,6 @@ from rlinf_vl.preflight.traffic import (
     expert_exchanges,
     weight_exchanges,
 )
-from rlinf_vl.weights.strategy import Site, choose_strategy
 
 #: Time of the fullest rank over that of the mean.
 IMBALANCE = 1.1
@@ -405,7 +404,11 @@ def _moved_while_generating(config: Config, model: Model, grid: Grid) -> int:
 def _sync(config: Config, model: Model, placement: Placement, grid: Grid, rates: Rates) -> float:
     """Return the seconds of a weight sync."""
     name, itemsize = config.rollout.weight_sync, DTYPES[config.rollout.model.precision].itemsize
-    if name == "auto":
+    if name == "auto" and (placement.beside_actors or config.cluster.backend == "local"):
+        name = "shared_memory"
+    elif name == "auto":
+        from rlinf_vl.weights.strategy import Site, choose_strategy  # imports Ray
+
         device = "cpu" if rates.cores else "cuda"
         site = Site(device, placement.shared, placement.beside_actors)
         name = choose_strategy(name, site).name
