@@ -64,11 +64,10 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if not 0 < arguments.limit < math.inf:
         raise ConfigError(f"--limit {arguments.limit:g}: give seconds, such as --limit 180")
-    # Every file that the run needs is there or is made.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    config = load_config(arguments.config, arguments.overrides, (packages_missing,))
-    start = time.monotonic()
-    results = smoke(config, arguments.limit)
+    with _offline():
+        config = load_config(arguments.config, arguments.overrides, (packages_missing,))
+        start = time.monotonic()
+        results = smoke(config, arguments.limit)
     line = verdict(results, time.monotonic() - start, arguments.limit)
     sys.stdout.write(f"\n{line}\n")
     passed = all(result.state == "ok" for result in results)
@@ -78,6 +77,20 @@ def main(arguments: argparse.Namespace) -> int:
         )
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0 if passed else 1
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the processes of the block from the hub: every file that they need is there or is made."""
+    former = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        if former is None:
+            os.environ.pop("HF_HUB_OFFLINE", None)
+        else:
+            os.environ["HF_HUB_OFFLINE"] = former
 
 
 def smoke(config: Config, limit_s: float) -> list[StageResult]:

@@ -26,7 +26,9 @@ def smoke(tmp_path, capsys):
     def run(config: str, *overrides: str, options: tuple[str, ...] = ()):
         out, report = tmp_path / "out", tmp_path / "smoke.json"
         arguments = ["doctor", config, f"runner.output_dir={out}", *overrides]
+        offline = os.environ.get("HF_HUB_OFFLINE")
         code = main([*arguments, "--smoke", "--json", str(report), *options])
+        assert os.environ.get("HF_HUB_OFFLINE") == offline, "whoever calls may need the hub"
         content = json.loads(report.read_text())
         # Nothing is left behind, not even the folder of runs that was not there before.
         assert not out.exists()
