@@ -41,6 +41,7 @@ from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import ClusterConfig, Config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
+from rlinf_vl.runtime.environment import variables_set
 from rlinf_vl.runtime.nodes import ElasticNodes, Node, WorkerPlacement, nodes_with
 
 log = logging.getLogger(__name__)
@@ -186,20 +187,13 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
             "head with cluster.ray_address=HOST:PORT"
         )
     else:
-        former = {name: os.environ[name] for name in environment if name in os.environ}
         # All processes of a private cluster inherit it from the first ones.
-        os.environ.update(environment)
-        try:
-            with _own_sessions():
-                _init_private(
-                    num_cpus=_slots(config),
-                    object_store_memory=cluster.object_store_memory,
-                    **options,
-                )
-        finally:
-            for name in environment:
-                os.environ.pop(name)
-            os.environ.update(former)
+        with variables_set(environment), _own_sessions():
+            _init_private(
+                num_cpus=_slots(config),
+                object_store_memory=cluster.object_store_memory,
+                **options,
+            )
 
 
 def _init_private(**options: Any) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import shutil
 import signal
 import sys
@@ -22,6 +21,7 @@ from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.preflight.gpus import gpu_memory
 from rlinf_vl.preflight.inputs import packages_missing
+from rlinf_vl.runtime.environment import variables_set
 from rlinf_vl.smoke.memory import MemoryWatch
 from rlinf_vl.smoke.parts import LocalParts, RayParts
 from rlinf_vl.smoke.results import StageResult, State, as_json, header, verdict
@@ -64,7 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if not 0 < arguments.limit < math.inf:
         raise ConfigError(f"--limit {arguments.limit:g}: give seconds, such as --limit 180")
-    with _offline():
+    # Every file that the run needs is there or is made.
+    with variables_set({"HF_HUB_OFFLINE": "1"}):
         config = load_config(arguments.config, arguments.overrides, (packages_missing,))
         start = time.monotonic()
         results = smoke(config, arguments.limit)
@@ -77,20 +78,6 @@ def main(arguments: argparse.Namespace) -> int:
         )
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0 if passed else 1
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Keep the processes of the block from the hub: every file that they need is there or is made."""
-    former = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    finally:
-        if former is None:
-            os.environ.pop("HF_HUB_OFFLINE", None)
-        else:
-            os.environ["HF_HUB_OFFLINE"] = former
 
 
 def smoke(config: Config, limit_s: float) -> list[StageResult]:
