@@ -382,7 +382,7 @@ def _changes_rate(device: str) -> float:
     old = torch.zeros(2**24, dtype=torch.int32, device=device)
     new, target, clock, seconds = old + 1, torch.zeros_like(old), _clock(device), []
     pieces = (("weight", (len(new),), 0, len(new)),)
-    for _ in range(3):
+    for _ in range(REPEATS):
         start = clock()
         sent_changes = Delta.between(
             old, torch.cat([new]), number=0, base=0, dtype="float32", pieces=pieces

@@ -404,9 +404,7 @@ def _moved_while_generating(config: Config, model: Model, grid: Grid) -> int:
 def _sync(config: Config, model: Model, placement: Placement, grid: Grid, rates: Rates) -> float:
     """Return the seconds of a weight sync."""
     name, itemsize = config.rollout.weight_sync, DTYPES[config.rollout.model.precision].itemsize
-    if name == "auto" and (placement.beside_actors or config.cluster.backend == "local"):
-        name = "shared_memory"
-    elif name == "auto":
+    if name == "auto" and not (placement.beside_actors or config.cluster.backend == "local"):
         from rlinf_vl.weights.strategy import Site, choose_strategy  # imports Ray
 
         device = "cpu" if rates.cores else "cuda"
@@ -421,7 +419,7 @@ def _sync(config: Config, model: Model, placement: Placement, grid: Grid, rates:
             changed *= DELTA_SHARE
         changes = rates.changes or rates.host / 2
         return rates.sync_s + nbytes / grid.shard / rates.host + changed / changes
-    if placement.beside_actors and name == "shared_memory":
+    if placement.beside_actors and name in ("auto", "shared_memory"):
         return rates.sync_s + gathered + 3 * nbytes / rates.memory
     # From rank 0 to all engines, or through its host's memory.
     several = len(set(map(placement.node_of, placement.rollout))) > 1 or crosses
