@@ -306,9 +306,7 @@ class Renderer:
     @cached_property
     def closing(self) -> np.ndarray:
         """The ids that close a thought, int32 [n]."""
-        return np.array(
-            self._tokenizer(f"\n{END_THINK}\n\n", add_special_tokens=False)["input_ids"], np.int32
-        )
+        return self.encode(f"\n{END_THINK}\n\n")
 
     def _last(self, mark: str, ids: np.ndarray, text: str | None) -> tuple[int, int] | None:
         """Find the last occurrence of a mark; return its first token and the one after it.
