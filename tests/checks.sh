@@ -11,6 +11,6 @@ for check in tests/checks/*.py; do
     name="$(basename -- "$check" .py)"
     if (($#)) && [[ " $* " != *" $name "* ]]; then continue; fi
     printf '%s: ' "$name"
-    "$python" "$check" || status=1
+    "$python" "$check" || { status=1; echo "$name: failed"; }
 done
 exit "$status"
