@@ -321,7 +321,7 @@ def shares_slots(component_placement: Mapping[str, Any]) -> bool:
 def described(nodes: Sequence[int]) -> str:
     """Return a sentence about the slots of a cluster."""
     if len(nodes) == 1:
-        return f"the cluster has {nodes[0]}, numbered 0 to {nodes[0] - 1}"
+        return f"the cluster has one node with slots {ranges(range(nodes[0]))}"
     if len(set(nodes)) == 1 and len(nodes) > 4:
         return f"the cluster has {len(nodes)} nodes of {nodes[0]} slots each, numbered 0 to {sum(nodes) - 1}"
     each = ", ".join(

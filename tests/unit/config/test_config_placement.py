@@ -121,7 +121,7 @@ def test_halves_come_out_even(tp, context, actor, engines):
         (
             {"actor,rollout": "0-2"},
             2,
-            "'actor' wants slot 2, but the cluster has 2, numbered 0 to 1",
+            "'actor' wants slot 2, but the cluster has one node with slots 0-1",
         ),
         (
             APART,
@@ -165,7 +165,11 @@ def test_halves_come_out_even(tp, context, actor, engines):
             (2, 2),
             "single_node_split is for one node, and the cluster has 2 nodes",
         ),
-        ("disaggregated", 1, "disaggregated finds no halves: the cluster has 1"),
+        (
+            "disaggregated",
+            1,
+            "disaggregated finds no halves: the cluster has one node with slots 0",
+        ),
         ({"actor,rollout": "3-0"}, 9, "'actor,rollout: 3-0' isn't all, a slot, or ranges"),
         ({"actor,rollout": "some"}, 9, "isn't all, a slot, or ranges"),
         ({"actor,rollout": "split"}, 9, "nor one of collocated, disaggregated, single_node_split"),

@@ -495,7 +495,7 @@ def test_placement_beyond_the_gpus_there_are(files, main, capsys, monkeypatch):
         "cluster.device=cuda",
         "cluster.component_placement={actor: 0-3, rollout: all}",
     )
-    assert "'actor' wants slot 3, but the cluster has 2, numbered 0 to 1" in text
+    assert "'actor' wants slot 3, but the cluster has one node with slots 0-1" in text
 
 
 @pytest.mark.parametrize(
