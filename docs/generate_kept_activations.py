@@ -154,7 +154,7 @@ others are computed a second time. `python docs/generate_kept_activations.py` me
 | `selective` | its input; outputs of attention and of linear layers | norms, rotations, activations, SwiGLU, experts, delta nets |
 | `mlp` | the same, but for the MLP's products | the MLP, too |
 | `full`, `true` | its input | the block, but for the MLP's last product |
-| `auto` (the default) | | the first of these with which training fits |
+| `auto` (the default) | | the first of these with which training leaves a twentieth of the memory free |
 
 A kept product saves FLOPs per byte in proportion to the width of its input, so the layers of a block are about equally dear. Two
 kinds are not kept: adapters' second factors, whose input is their rank, and the MLP's last product, whose result backward doesn't

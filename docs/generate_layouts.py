@@ -1,6 +1,7 @@
 """Writes the layouts of mixtures in docs/cost.md: `python docs/generate_layouts.py`.
 
-They are what `preflight --search` finds for two models on 8 to 128 GPUs, in a few minutes.
+They are what `preflight --search` finds for two models on 8 to 128 GPUs, in half a minute.
+tests/checks/documentation.py compares the page with it.
 """
 
 import re
@@ -93,10 +94,14 @@ def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
+def render_page() -> str:
+    """Return docs/cost.md with the tables as the searches find them."""
     tables = [f"`{name}`:\n\n{table(name, machines)}" for name, machines in CASES.items()]
     begin, end = "<!-- layouts -->", "<!-- /layouts -->"
-    joined = "\n\n".join(tables)
-    text = re.sub(f"{begin}.*?{end}", f"{begin}\n\n{joined}\n\n{end}", text, flags=re.S)
-    PAGE.write_text(text, encoding="utf-8")
+    marked = "\n\n".join((begin, *tables, end))
+    text = PAGE.read_text(encoding="utf-8")
+    return re.sub(f"{begin}.*?{end}", lambda _: marked, text, flags=re.S)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page(), encoding="utf-8")

@@ -49,6 +49,8 @@ RESERVE_BYTES = GIB
 MOST_SHARE = 0.85
 #: Keys of `actor.fsdp_config` that the ledger settles where they are `auto`.
 AUTOMATIC = ("gradient_checkpointing", "reshard_after_forward")
+#: The share of usable memory that `auto` leaves free in training, as activations are an estimate.
+AUTOMATIC_FREE = 0.05
 
 #: The parts of a phase, in the order of the table: a rank's, then an engine's.
 PARTS = (
@@ -150,8 +152,9 @@ def ledger(
 ) -> Ledger:
     """Sum up the memory that `config` takes on GPUs of this kind.
 
-    Where a key of `actor.fsdp_config` is `auto`, it has the fastest value with which training fits,
-    or else the one that takes the least memory. The ledger's config has that value.
+    Where a key of `actor.fsdp_config` is `auto`, it has the fastest value with which training fits
+    and leaves `AUTOMATIC_FREE` of the memory, or else the one that takes the least memory. The
+    ledger's config has that value.
 
     Args:
         placement: of ranks and engines; None: as on a cluster of `hardware` alone.
@@ -163,9 +166,9 @@ def ledger(
     model = model or Model(config)
     *faster, last = settled_configs(config)
     smallest = _ledger(last, hardware, model, placement)
-    # Where nothing fits, the other ones need no trace.
-    for settled in faster if _training_fits(smallest) else ():
-        if _training_fits(candidate := _ledger(settled, hardware, model, placement)):
+    # Where the smallest has no room to spare, the other ones need no trace.
+    for settled in faster if _training_leaves_room(smallest) else ():
+        if _training_leaves_room(candidate := _ledger(settled, hardware, model, placement)):
             return replace(candidate, settled=automatic_keys(config))
     return replace(smallest, settled=automatic_keys(config))
 
@@ -197,11 +200,11 @@ def settled_configs(config: Config) -> list[Config]:
     return configs
 
 
-def _training_fits(memory_ledger: Ledger) -> bool:
-    """Return whether every GPU has room for forward, backward and optimizer step."""
+def _training_leaves_room(memory_ledger: Ledger) -> bool:
+    """Return whether forward, backward and optimizer step leave `AUTOMATIC_FREE` of every GPU."""
     trainings = (gpu.phases.get("train", {}) for gpu in memory_ledger.gpus)
-    usable = memory_ledger.hardware.usable
-    return all(sum(parts.values()) <= usable for parts in trainings)
+    room = (1 - AUTOMATIC_FREE) * memory_ledger.hardware.usable
+    return all(sum(parts.values()) <= room for parts in trainings)
 
 
 def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placement) -> Ledger:
@@ -226,8 +229,13 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
     per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / kv_ranks)
     per_row = math.ceil(state.row_bytes() / tp)
     share_base = hardware.gpu_bytes - engine_parts["engine contexts"]  # SGLang's share is of this
-    other_bytes = sum(engine_parts.values()) + (
-        sum(rank_phases["generate"].values()) if is_shared else 0
+    # Engines apart from ranks keep their KV cache while weights arrive.
+    largest = _bytes(config.rollout.model.precision) * model.weights.largest
+    received_bytes = 0 if placement.beside_actors else strategy.receiver_peak_bytes(largest)
+    other_bytes = (
+        sum(engine_parts.values())
+        + received_bytes
+        + (sum(rank_phases["generate"].values()) if is_shared else 0)
     )
     wake_bytes = WAKE_RESERVE_BYTES - RESERVE_BYTES if is_shared else 0
     # In steps of a hundredth, as a user would write it.
@@ -266,8 +274,6 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
     if set(placement.actor) - set(placement.rollout):
         gpus.append(Gpu("actor", rank_phases))
     if not placement.beside_actors:
-        largest = _bytes(config.rollout.model.precision) * model.weights.largest
-        received_bytes = strategy.receiver_peak_bytes(largest)
         gpus.append(
             Gpu(
                 "rollout",

@@ -1,6 +1,8 @@
-"""The documentation builds as a site without a warning and loads nothing from the network; its figures of memory are
-preflight's."""
+"""The documentation builds as a site without a warning and loads nothing from the network; its figures of memory and of
+layouts are preflight's."""
 
+import contextlib
+import io
 import re
 import runpy
 import subprocess
@@ -69,6 +71,16 @@ def small_gpu_problems() -> Iterator[str]:
         yield f"one-small-gpu.md, 16 GB: preflight says {claim}"
 
 
+def stale_pages() -> Iterator[str]:
+    """Yield the pages of memory and layouts that preflight and doctor would write otherwise."""
+    for page, program in (("memory", "generate_memory_page"), ("cost", "generate_layouts")):
+        generator = runpy.run_path(str(DOCS / f"{program}.py"))
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress of a search
+            text = generator["render_page"]()
+        if text != (DOCS / f"{page}.md").read_text(encoding="utf-8"):
+            yield f"docs/{page}.md is not what preflight says: run python docs/{program}.py"
+
+
 def main() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder)
@@ -104,11 +116,7 @@ def main() -> str | None:
     architecture = pages["architecture.html"]
     if "<code>controller/loop.py</code>" not in architecture or 'href="../' in architecture:
         problems.append("architecture.html links out of the site")
-    generator = runpy.run_path(str(DOCS / "generate_memory_page.py"))
-    if generator["render_page"]() != (DOCS / "memory.md").read_text(encoding="utf-8"):
-        problems.append(
-            "docs/memory.md is not what preflight and doctor say: run python docs/generate_memory_page.py"
-        )
+    problems += stale_pages()
     problems += small_gpu_problems()
     if not problems:
         print(f"a site of {len(pages)} pages without a warning; figures of memory are up to date")

@@ -118,15 +118,15 @@ class FsdpConfig:
     """Which activations of each block backward recomputes. full (or true): all, from the block's
     input. mlp: all but attention and its projections. selective: norms, rotations, activations and
     the like; the outputs of attention and of linear layers are kept. none (or false): nothing.
-    auto: the first of none, selective, mlp and full with which training fits the run's GPUs, by the
-    memory ledger; none on a CPU."""
+    auto: the first of none, selective, mlp and full with which training leaves a twentieth of the
+    run's GPUs free, by the memory ledger; none on a CPU."""
     gradient_checkpointing_use_reentrant: bool = False
     """torch.utils.checkpoint's variant."""
     reshard_after_forward: bool | str = key("auto", TRUE_FALSE_OR_AUTO)
     """Free a block's gathered weights after its forward, and gather them again for its backward
     (ZeRO-3). false keeps them and the whole gradient through all micro-batches of an optimizer step
-    (ZeRO-2): faster, for more memory. auto: false where that fits the run's GPUs beside what
-    gradient_checkpointing keeps, by the memory ledger; true on a CPU."""
+    (ZeRO-2): faster, for more memory. auto: false where that leaves a twentieth of the run's GPUs
+    free, too; true on a CPU."""
     expert_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share out the experts of each mixture: each has some experts whole, and tokens go
     to the ranks of their experts instead of experts to the ranks of their tokens. Divides the

@@ -44,12 +44,12 @@ AUTOMATIC = tuple(text.partition("=")[0] + "=auto" for text in SMALLEST)
     [
         ((8, 80), 16384, ("none", False)),
         ((8, 48), 16384, ("selective", True)),
-        ((8, 24), 8192, ("mlp", True)),
+        ((8, 24), 6144, ("mlp", True)),
         ((1, 24), 16384, ("full", True)),
     ],
 )
-def test_auto_is_the_fastest_that_fits(model, cards, tokens, chosen):
-    """Each alternative before the chosen one does not fit, and the chosen one does, unless none does."""
+def test_auto_is_the_fastest_that_leaves_a_twentieth(model, cards, tokens, chosen):
+    """The first alternative whose training leaves a twentieth of the memory free, or else the smallest."""
     hardware, budget = Hardware.named(*cards), f"runner.max_tokens_per_mbs={tokens}"
     found = made(model, *AUTOMATIC, budget, on=hardware)
     fsdp = found.config.actor.fsdp_config
@@ -59,9 +59,9 @@ def test_auto_is_the_fastest_that_fits(model, cards, tokens, chosen):
         settings = config.actor.fsdp_config
         needed = sum(ledger(config, hardware, model).gpus[0].phases["train"].values())
         if (settings.gradient_checkpointing, settings.reshard_after_forward) == chosen:
-            assert needed <= hardware.usable or cards[0] == 1
+            assert needed <= 0.95 * hardware.usable or cards[0] == 1
             break
-        assert needed > hardware.usable
+        assert needed > 0.95 * hardware.usable
     assert "gradient_checkpointing " + chosen[0] + " (auto)" in render(found)
 
 
@@ -237,6 +237,16 @@ def test_split_gpus_have_tables_of_their_own(model):
     )
     assert found.share == 0.85
     assert "train" not in rollout.phases
+
+
+def test_a_cache_apart_from_ranks_leaves_room_for_the_weights_that_arrive(model):
+    """Its engines keep their KV cache in a sync, so `auto` may not fill the GPU in generation."""
+    split = "cluster.component_placement={actor: 0-5, rollout: 6-7}"
+    rollout = made(model, split, on=Hardware.named(8, 24)).gpus[1]
+    generate, sync = (sum(rollout.phases[phase].values()) for phase in ("generate", "sync"))
+    usable = Hardware.named(8, 24).usable
+    assert sync - generate == rollout.phases["sync"]["buckets in flight"] > GIB
+    assert 0.98 * usable < sync <= usable
 
 
 def test_a_small_gpu_is_refused_and_many_are_not(model):
