@@ -12,7 +12,8 @@ from typing import Any
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.preflight.gpu_kinds import kind_of_size
-from rlinf_vl.preflight.ledger import GIB, Hardware
+from rlinf_vl.preflight.gpu_parts import GIB
+from rlinf_vl.preflight.ledger import Hardware
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import rates_of
 from rlinf_vl.preflight.search import PLACEMENT, Found, Layout, Search

@@ -15,7 +15,8 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.cost import estimate
 from rlinf_vl.preflight.decoding import Lengths
 from rlinf_vl.preflight.gpu_kinds import kind_of_size
-from rlinf_vl.preflight.ledger import GIB, Hardware, ledger
+from rlinf_vl.preflight.gpu_parts import GIB
+from rlinf_vl.preflight.ledger import Hardware, ledger
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import rates_of
 from rlinf_vl.preflight.table import render

@@ -17,7 +17,8 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.loading import DTYPES
-from rlinf_vl.preflight.ledger import GIB, Hardware, Ledger, ledger
+from rlinf_vl.preflight.gpu_parts import GIB
+from rlinf_vl.preflight.ledger import Hardware, Ledger, ledger
 from rlinf_vl.preflight.model import Model, expert_parallel_size
 from rlinf_vl.weights import FALLBACK
 

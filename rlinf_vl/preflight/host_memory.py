@@ -18,7 +18,7 @@ from rlinf_vl.config.placement import Placement
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import release_tags
 from rlinf_vl.models.loading import DTYPES
-from rlinf_vl.preflight.ledger import GIB, Parts
+from rlinf_vl.preflight.gpu_parts import GIB, Parts
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.weights.strategy import Site, choose_strategy
 

@@ -8,7 +8,8 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.decoding import Lengths
 from rlinf_vl.preflight.gpu_kinds import GPU_KINDS, GpuKind, kind_of_size
-from rlinf_vl.preflight.ledger import GIB, Hardware
+from rlinf_vl.preflight.gpu_parts import GIB
+from rlinf_vl.preflight.ledger import Hardware
 from rlinf_vl.preflight.rates import rates_of
 from rlinf_vl.preflight.search import Found, Search
 from rlinf_vl.preflight.step_time import PHASES, usual_lengths

@@ -35,8 +35,9 @@ from rlinf_vl.preflight.advice import (
     model_key,
 )
 from rlinf_vl.preflight.decoding import Lengths
+from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.host_memory import host_memory
-from rlinf_vl.preflight.ledger import GIB, Hardware, Ledger, largest_budget, ledger
+from rlinf_vl.preflight.ledger import Hardware, Ledger, largest_budget, ledger
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import Rates
 from rlinf_vl.preflight.step_time import StepTime, estimate_step

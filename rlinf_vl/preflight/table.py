@@ -9,16 +9,8 @@ from rlinf_vl.config.placement import placement_of
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import cost, layout_table
 from rlinf_vl.preflight.advice import advise
-from rlinf_vl.preflight.ledger import (
-    AUTOMATIC,
-    GIB,
-    PARTS,
-    Gpu,
-    Hardware,
-    Ledger,
-    largest_budget,
-    ledger,
-)
+from rlinf_vl.preflight.gpu_parts import GIB, PARTS
+from rlinf_vl.preflight.ledger import AUTOMATIC, Gpu, Hardware, Ledger, largest_budget, ledger
 from rlinf_vl.preflight.model import Model
 
 

@@ -21,9 +21,10 @@ from rlinf_vl.controller.saver import Saver
 from rlinf_vl.controller.schedules import SCHEDULES
 from rlinf_vl.errors import RunError
 from rlinf_vl.preflight import doctor
+from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.gpus import gpu_memory
 from rlinf_vl.preflight.inputs import RULES
-from rlinf_vl.preflight.ledger import GIB, Hardware, ledger
+from rlinf_vl.preflight.ledger import Hardware, ledger
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, checkpoint_home
 from rlinf_vl.smoke.checkpoint import RandomCheckpoint, write_checkpoint

@@ -10,8 +10,9 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.preflight.gpu_kinds import kind_of_size
+from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.host_memory import host_memory
-from rlinf_vl.preflight.ledger import GIB, Hardware, ledger
+from rlinf_vl.preflight.ledger import Hardware, ledger
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import rates_of
 from rlinf_vl.preflight.search import HOST_GIB_PER_GPU, Search
