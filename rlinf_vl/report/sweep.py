@@ -162,7 +162,7 @@ def read_sweep(folder: Path) -> tuple[list[str], list[Member]]:
     runs = runs_in(folder)
     if not runs:
         raise ValueError(
-            f"--sweep {folder}: neither has it a {SWEEP_FILE} nor folders of runs; name the folder "
+            f"--sweep {folder}: has neither a {SWEEP_FILE} nor folders of runs; name the folder "
             "that `train --multirun` wrote, or one with runs in it"
         )
     members = [_member(run, {}) for run in reversed(runs)]
