@@ -14,6 +14,7 @@ from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import doctor
+from rlinf_vl.preflight import machine as machine_facts
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
@@ -176,17 +177,17 @@ def test_versions_are_compared_with_those_that_the_environment_was_made_with(tmp
     (tmp_path / ".rlinf_vl").write_text(
         f"key=1\nversion.torch={version('torch')}\nversion.ray=2.1\nversion.gone=3\n"
     )
-    machine = doctor.look()
+    machine = machine_facts.look()
     assert machine.moved == (f"ray 2.1 → {version('ray')}", "gone 3 → none")
     assert machine.restore == f"bash requirements/install.sh --venv {tmp_path}"
     (tmp_path / ".rlinf_vl").write_text("key=1\n")
-    assert doctor.look().moved == ()
+    assert machine_facts.look().moved == ()
 
 
 def test_this_machine_is_looked_at():
     """Every fact is of the right kind, and a CPU run of the toy is not refused here."""
     config = parse_config("toy-grpo-cpu")
-    machine = doctor.look(config)
+    machine = machine_facts.look(config)
     assert machine.python == ".".join(map(str, sys.version_info[:3])) and machine.packages["torch"]
     assert machine.total_memory > GIB and machine.cores >= 1 and machine.ports > 0
     assert machine.run_disk > 0 and machine.cache_disk > 0 and not machine.cluster
@@ -197,7 +198,7 @@ def test_this_machine_is_looked_at():
 def test_the_loader_is_asked_under_the_engines_environment(tmp_path, monkeypatch):
     """A library with libraries that are nowhere: `ldd` names them. One that LD_LIBRARY_PATH finds is not named."""
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(doctor, "HOOK", "hook.so")
+    monkeypatch.setattr(machine_facts, "HOOK", "hook.so")
     if os.system("cc --version > /dev/null 2>&1"):
         pytest.skip("no C compiler")
     build = f"cd {tmp_path} && mkdir there && echo 'int f(void){{return 1;}}' > f.c && cc -shared -fPIC -o there/libabsent.so f.c"
@@ -206,9 +207,9 @@ def test_the_loader_is_asked_under_the_engines_environment(tmp_path, monkeypatch
         == 0
     )
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    assert doctor._missing_libraries() == ("libabsent.so",)
+    assert machine_facts._missing_libraries() == ("libabsent.so",)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "there"))
-    assert doctor._missing_libraries() == ()
+    assert machine_facts._missing_libraries() == ()
 
 
 NVML = """
@@ -239,7 +240,7 @@ def test_gpus_are_asked_of_the_driver_and_torch_is_left_alone(tmp_path):
 
 
 def test_a_run_is_refused_before_its_folder_is_filled(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_free", lambda path: 1000)
+    monkeypatch.setattr(machine_facts, "_free", lambda path: 1000)
     folder = tmp_path / "runs"
     assert main(["train", "toy-grpo-cpu", f"runner.output_dir={folder}"]) == 2
     said = capsys.readouterr().err
@@ -264,7 +265,7 @@ def test_a_run_with_room_for_any_checkpoint_starts_without_a_look_at_its_weights
         (24 * size - 1, False, 1),
         (24 * size, True, 1),
     ):
-        monkeypatch.setattr(doctor, "_free", lambda path, free=free: free)
+        monkeypatch.setattr(machine_facts, "_free", lambda path, free=free: free)
         overrides = [f"rollout.model.model_path={tmp_path}", f"actor.model.is_lora={lora}"]
         looked.clear()
         doctor.refuse(parse_config("toy-grpo-cpu", overrides))
@@ -280,7 +281,7 @@ def test_the_verb(monkeypatch, capsys):
     assert "| ok | torch |" in said and "| ok | image tokens |" in said
     assert main(["doctor"]) == 0
     assert "| ports |" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "_ports", lambda: 0)
+    monkeypatch.setattr(machine_facts, "_ports", lambda: 0)
     assert main(["doctor"]) == 1
     assert main(["doctor", "no-such-config"]) == 2
     assert main(["doctor", "toy-grpo-cpu", "runner.max_steps=0"]) == 1
