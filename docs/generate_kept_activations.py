@@ -161,11 +161,12 @@ kinds are not kept: adapters' second factors, whose input is their rank, and the
 need. In a mixture the choice of experts is kept in every mode: tokens go to the same experts in both forwards, also with
 replayed routing. Loss and gradients are the same in all modes, to the bit on a CPU.
 
-`auto` asks the memory ledger once the run has its GPUs: `none` if the training phase fits, else `selective`, `mlp`,
-`full`. Then `actor.fsdp_config.reshard_after_forward: auto` keeps weights gathered if that fits, too. Recomputation costs more
-than gathering again, which runs beside the products. `preflight` shows both choices; a run writes them into its log and its
-config.yaml. On a CPU `auto` is `none`, and weights are resharded: what a CPU trains is small, but every rank's whole
-weights would be copies in one host's memory. A run without Ray has no ledger; on a GPU it recomputes all.
+`auto` asks the memory ledger once the run has its GPUs: `none` if the training phase leaves a twentieth of the memory free
+(activations are an estimate), else `selective`, `mlp`, `full`. Then `actor.fsdp_config.reshard_after_forward: auto` keeps
+weights gathered if that fits, too. Recomputation costs more than gathering again, which runs beside the products.
+`preflight` shows both choices; a run writes them into its log and its config.yaml. On a CPU `auto` is `none`, and weights
+are resharded: what a CPU trains is small, but every rank's whole weights would be copies in one host's memory. A run without
+Ray has no ledger; on a GPU it recomputes all.
 
 CPU seconds of a forward and backward of two layers of the 2B shape (384 tokens, float32, the code that a GPU runs, one core):
 `none` 3.11, `selective` 3.29 (1.06 ×), `mlp` 3.76 (1.21 ×), `full` 3.97 (1.28 ×).
