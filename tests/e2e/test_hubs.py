@@ -159,11 +159,11 @@ def test_an_openenv_server_trains(hub_python, server, tmp_path):
     ],
 )
 def test_the_tests_of_the_packages_pass_where_they_are(python, files, request):
-    """Elsewhere they are skipped."""
-    options = ("-p", "no:cacheprovider", "-q", "-o", "addopts=--import-mode=importlib")
+    """Elsewhere they are skipped. Rows of geometry may be skipped here, too, where they are absent."""
+    options = ("-p", "no:cacheprovider", "-q", "-rs", "-o", "addopts=--import-mode=importlib")
     command = [request.getfixturevalue(python), "-m", "pytest", *options, *files]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, env=environment, cwd=ROOT / "tests/unit", capture_output=True, text=True
     )
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
+    assert done.returncode == 0 and "could not import" not in done.stdout, done.stdout
