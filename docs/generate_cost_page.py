@@ -7,7 +7,7 @@ writes. The estimates of steps that other systems have published take a minute o
 
 import argparse
 import json
-import re
+import runpy
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from rlinf_vl.preflight.rates import rates_of
 from rlinf_vl.preflight.step_time import PHASES, StepTime, contention_seconds, estimate_step
 
 PAGE = Path(__file__).with_name("cost.md")
+with_tables = runpy.run_path(str(PAGE.with_name("marked_tables.py")))["with_tables"]
 MEASURED = PAGE.with_name("measured_steps.json")
 COUNTED = PAGE.with_name("published_steps.json")
 #: Steps that benchmarks/schedules.py measured on two quiet cores.
@@ -263,15 +264,11 @@ def mean_step(rows: list[dict[str, Any]], task: str, schedule: str) -> dict[str,
 def render(page: str) -> str:
     """Return the page with its tables written anew."""
     tables = {
-        "measured": measured_table,
-        "schedules": schedules_table,
-        "published": published_table,
+        "measured": measured_table(),
+        "schedules": schedules_table(),
+        "published": published_table(),
     }
-    for name, table in tables.items():
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        block = f"{begin}\n\n{table()}\n\n{end}"
-        page = re.sub(f"{begin}.*?{end}", lambda match, block=block: block, page, flags=re.DOTALL)
-    return page
+    return with_tables(page, tables)
 
 
 if __name__ == "__main__":

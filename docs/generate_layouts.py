@@ -4,7 +4,7 @@ They are what `preflight --search` finds for two models on 8 to 128 GPUs, in hal
 tests/checks/documentation.py compares the page with it.
 """
 
-import re
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -20,6 +20,7 @@ from rlinf_vl.preflight.search import PLACEMENT, Found, Layout, Search
 from rlinf_vl.preflight.step_time import usual_lengths
 
 PAGE = Path(__file__).with_name("cost.md")
+with_tables = runpy.run_path(str(PAGE.with_name("marked_tables.py")))["with_tables"]
 #: Configs, and machines of 8 GPUs that they are to fit.
 CASES = {
     "qwen3-vl-30b-a3b-grpo-fsdp-geo3k": (1, 2),
@@ -98,10 +99,7 @@ def _report(text: str) -> None:
 def render_page() -> str:
     """Return docs/cost.md with the tables as the searches find them."""
     tables = [f"`{name}`:\n\n{table(name, machines)}" for name, machines in CASES.items()]
-    begin, end = "<!-- layouts -->", "<!-- /layouts -->"
-    marked = "\n\n".join((begin, *tables, end))
-    text = PAGE.read_text(encoding="utf-8")
-    return re.sub(f"{begin}.*?{end}", lambda _: marked, text, flags=re.S)
+    return with_tables(PAGE.read_text(encoding="utf-8"), {"layouts": "\n\n".join(tables)})
 
 
 if __name__ == "__main__":

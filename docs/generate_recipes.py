@@ -5,7 +5,7 @@ names behind it those recipes' alone, and writes rlinf_vl/recipes/estimates.json
 """
 
 import json
-import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from rlinf_vl.recipes.catalog import ESTIMATES, FOLDER, Variant, recipes
 from rlinf_vl.recipes.render import page_table, readme_text
 
 PAGE = Path(__file__).with_name("recipes.md")
+with_tables = runpy.run_path(str(PAGE.with_name("marked_tables.py")))["with_tables"]
 
 
 def estimated(name: str, variant: Variant) -> dict:
@@ -69,10 +70,7 @@ def write_estimates(names: list[str]) -> None:
 
 def page_text() -> str:
     """The page with its table made anew."""
-    text = PAGE.read_text(encoding="utf-8")
-    begin, end = "<!-- recipes -->", "<!-- /recipes -->"
-    table = f"{begin}\n\n{page_table()}\n\n{end}"
-    return re.sub(f"{begin}.*?{end}", lambda _: table, text, flags=re.S)
+    return with_tables(PAGE.read_text(encoding="utf-8"), {"recipes": page_table()})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`doctor`: compare this machine with the needs of a run, and report what to do.
 
-`look` gathers facts about the machine and changes nothing; `check` judges them, and can be given
-another machine's facts. `train` calls both in its own process before it starts Ray: it needs their
-imports anyway, a second later.
+`machine.look` gathers facts about the machine and changes nothing; `check` judges them, and can be
+given another machine's facts. `train` calls both in its own process before it starts Ray: it needs
+their imports anyway, a second later.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def rank_parts(
     """Return the parts of an actor rank by phase; every `shard` ranks share the weights."""
     fsdp, weights, actor = config.actor.fsdp_config, model.weights, config.actor
     compute, reduce = (
-        itemsize_of(d)
+        DTYPES[d].itemsize
         for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
     )
     on_device = 0 if fsdp.cpu_offload else 1
@@ -129,7 +129,7 @@ def rank_parts(
         tower = weights.tower if keeps_gathered else 4 * weights.tower_unit
         images["gathered weights"] = compute * (weights.root + tower)
         images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
-    sent_itemsize = itemsize_of(config.rollout.model.precision)
+    sent_itemsize = DTYPES[config.rollout.model.precision].itemsize
     sync = {
         # A weight is cast, then gathered (`actor.mesh.whole_tensors`): one whole, and its copy in
         # the order of its rows, or the one before.
@@ -192,7 +192,7 @@ def _with_slack(resident: Parts, passing: Parts) -> Parts:
 def engine_parts(config: Config, model: Model, gpu_bytes: int, tp: int) -> Parts:
     """Return the parts of an engine on one GPU, but for its KV cache."""
     rollout, text = config.rollout, model.shape.get_text_config()
-    itemsize, running = itemsize_of(rollout.model.precision), rollout.max_running_requests
+    itemsize, running = DTYPES[rollout.model.precision].itemsize, rollout.max_running_requests
     # Tokens that SGLang prefills at once, by the GPU's size (its arg_groups/memory_hook.py).
     prefill = 2048 if gpu_bytes < 20 * GIB else 4096 if gpu_bytes < 60 * GIB else 8192
     expert_width = getattr(text, "num_experts_per_tok", 0) * getattr(
@@ -222,8 +222,3 @@ def engine_parts(config: Config, model: Model, gpu_bytes: int, tp: int) -> Parts
         "CUDA graphs": (2 * running + 8 * 32) * MIB if is_sglang else 0,
         "workspace": 512 * MIB + layer + tower + sampler,
     }
-
-
-def itemsize_of(dtype: str) -> int:
-    """Return the bytes of a value of this dtype, by its name in the config."""
-    return DTYPES[dtype].itemsize

@@ -29,7 +29,6 @@ from rlinf_vl.preflight.gpu_parts import (
     GIB,
     Parts,
     engine_parts,
-    itemsize_of,
     rank_parts,
 )
 from rlinf_vl.preflight.model import Model
@@ -194,12 +193,13 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
     # attend to requests of their own.
     groups = getattr(config.rollout.sglang, "attn_dp_size", 1)
     kv_ranks = groups * min(tp // groups, state.kv_heads)
-    per_token = math.ceil(state.token_bytes(DTYPES[config.rollout.model.precision]) / kv_ranks)
+    engine_dtype = DTYPES[config.rollout.model.precision]
+    per_token = math.ceil(state.token_bytes(engine_dtype) / kv_ranks)
     per_row = math.ceil(state.row_bytes() / tp)
     share_base = hardware.gpu_bytes - engine["engine contexts"]  # SGLang's share is of this
     # Engines apart from ranks keep their KV cache while weights arrive.
-    largest = itemsize_of(config.rollout.model.precision) * model.weights.largest
-    received_bytes = 0 if placement.beside_actors else strategy.receiver_peak_bytes(largest)
+    largest_bytes = engine_dtype.itemsize * model.weights.largest
+    received_bytes = 0 if placement.beside_actors else strategy.receiver_peak_bytes(largest_bytes)
     other_bytes = (
         sum(engine.values())
         + received_bytes

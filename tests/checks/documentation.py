@@ -79,7 +79,7 @@ def stale_pages() -> Iterator[str]:
         with contextlib.redirect_stderr(io.StringIO()):  # the progress of a search
             text = generator["render_page"]()
         if text != (DOCS / f"{page}.md").read_text(encoding="utf-8"):
-            yield f"docs/{page}.md is not what preflight says: run python docs/{program}.py"
+            yield f"docs/{page}.md is not what preflight and doctor say: run python docs/{program}.py"
 
 
 def main() -> str | None:
@@ -120,7 +120,9 @@ def main() -> str | None:
     problems += stale_pages()
     problems += small_gpu_problems()
     if not problems:
-        print(f"a site of {len(pages)} pages without a warning; figures of memory are up to date")
+        print(
+            f"a site of {len(pages)} pages without a warning; figures of memory and layouts are up to date"
+        )
     return "\n".join(problems) or None
 
 

@@ -166,4 +166,5 @@ def test_the_tests_of_the_packages_pass_where_they_are(python, files, request):
     done = subprocess.run(
         command, env=environment, cwd=ROOT / "tests/unit", capture_output=True, text=True
     )
-    assert done.returncode == 0 and "could not import" not in done.stdout, done.stdout
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert done.returncode == 0 and all("no geo3k data" in line for line in skipped), done.stdout
