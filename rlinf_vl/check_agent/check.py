@@ -21,7 +21,7 @@ from rlinf_vl.engines.base import Engine
 from rlinf_vl.rewards.scoring import Answer, Score
 from rlinf_vl.rollout.agent_player import AgentPlayer
 from rlinf_vl.rollout.agent_session import AgentLimits
-from rlinf_vl.rollout.check_findings import Findings
+from rlinf_vl.rollout.check_findings import Findings, unpaid_lines
 from rlinf_vl.rollout.check_policies import policies_for
 from rlinf_vl.rollout.env_executor import CallTimeout
 from rlinf_vl.rollout.generation_client import GenerationClient
@@ -34,6 +34,8 @@ LIMITS = AgentLimits(max_calls=100, seq_length=2**18)
 #: No episode begins after so many seconds, or so many agents that did not end.
 MAX_SECONDS = 240.0
 MAX_HUNG = 2
+#: Episodes with an answer that the messages suggest; each starts an endpoint.
+SUGGESTED_EPISODES = 4
 #: Codes of the refusals that end a session.
 REFUSALS = ("max_calls_exceeded", "context_length_exceeded")
 
@@ -86,8 +88,10 @@ class AgentCheck(Findings):
         self._renderer = Renderer(self._processor)
         self._closing_endpoints: list[asyncio.Future[None]] = []
 
-    async def play(self, problems: Sequence[Problem]) -> None:
-        """Play all episodes of each problem."""
+    async def play(
+        self, problems: Sequence[Problem], scripts: Sequence[Sequence[str]] = ()
+    ) -> None:
+        """Play all episodes of each problem, those with `scripts` (`scripts_of`) first."""
         # A fixed seed: a check that has failed fails again.
         start_time, rng = time.monotonic(), random.Random(0)
 
@@ -96,7 +100,7 @@ class AgentCheck(Findings):
             return self.hung >= MAX_HUNG or time.monotonic() - start_time > MAX_SECONDS
 
         for problem in problems:
-            policies = policies_for(problem, rng)
+            policies = policies_for(problem, rng, scripts, SUGGESTED_EPISODES)
             played: list[tuple[Episode, Callable[[str], str]]] = []
             await self._check_seeds(problem)
             for kind, policy in policies:
@@ -308,6 +312,7 @@ class AgentCheck(Findings):
             rewards = [e.trajectory.reward for e in ended if _gives_reward(e.returned)]
             if rewards:
                 yield f"reward: {min(rewards):g} to {max(rewards):g}, mean {statistics.fmean(rewards):.3g}"
+                yield from unpaid_lines(rewards)
                 if min(rewards) < 0 or max(rewards) > 1:
                     yield (
                         "rewards are not within 0 and 1: set reward.reward_min_val and "

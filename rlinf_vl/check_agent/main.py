@@ -20,6 +20,7 @@ from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import RowError
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rollout.check_arguments import FORM_KEYS, parsed_overrides, problems_of
+from rlinf_vl.rollout.check_policies import scripts_of
 from rlinf_vl.rollout.env_executor import ThreadExecutor
 from rlinf_vl.types import Problem
 from rlinf_vl.user_code import CodeError, is_code, load_code
@@ -63,6 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
     if errors:
         raise ConfigError(*errors)
     try:
+        scripts = scripts_of(arguments.answers)
         check = _check_of(name, arguments.time_limit)
         problems = [_problem()]
         if arguments.data is not None:
@@ -70,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     except (CodeError, RowError) as error:
         raise ConfigError(str(error)) from error
     # The one loop of all agents, as in a worker.
-    asyncio.run(check.play(problems))
+    asyncio.run(check.play(problems, scripts))
     print("\n".join(check.report()))
     print(check.verdict(name))
     return 1 if check.problems else 0

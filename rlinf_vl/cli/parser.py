@@ -281,6 +281,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     argument("--data", metavar="FILE", help="rows to start it with, as in data.train_data_paths")
     argument(
+        "--answers",
+        nargs="+",
+        default=[],
+        metavar="ANSWER",
+        help="answers to play too: texts, in their order and each by itself, or files with an "
+        "answer a line and an empty line between episodes",
+    )
+    argument(
         "--time-limit",
         type=float,
         default=60.0,

@@ -25,8 +25,8 @@ from rlinf_vl.envs.registry import keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rollout.check_arguments import FORM_KEYS, parsed_overrides, problems_of
-from rlinf_vl.rollout.check_findings import Findings
-from rlinf_vl.rollout.check_policies import policies_for
+from rlinf_vl.rollout.check_findings import Findings, unpaid_lines
+from rlinf_vl.rollout.check_policies import policies_for, scripts_of
 from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
 from rlinf_vl.rollout.observation import observe, plain_result
 from rlinf_vl.rollout.row_check import without_reference
@@ -99,15 +99,15 @@ class Check(Findings):
     def __post_init__(self) -> None:
         self._executor = ThreadExecutor(self.limit_s)
 
-    def play(self, problems: Sequence[Problem]) -> None:
-        """Play all episodes of each problem."""
+    def play(self, problems: Sequence[Problem], scripts: Sequence[Sequence[str]] = ()) -> None:
+        """Play all episodes of each problem, those with `scripts` (`scripts_of`) first."""
         # A fixed seed: a check that has failed fails again.
         start_time, rng = time.monotonic(), random.Random(0)
         for problem in problems:
             self.check_seeds(problem)
             self.check_closing(problem)
             # An environment that hangs in every call would take hours, and leave a thread each time.
-            for kind, policy in policies_for(problem, rng):
+            for kind, policy in policies_for(problem, rng, scripts):
                 if self.hung >= MAX_HUNG_CALLS or time.monotonic() - start_time > MAX_SECONDS:
                     self.notes.append(
                         f"stopped after {MAX_HUNG_CALLS} calls that hung, or {MAX_SECONDS:.0f} s"
@@ -344,6 +344,7 @@ class Check(Findings):
         if turns:
             yield f"turns of an episode: {min(turns)} to {max(turns)}; {self.endings[False]} were not done after {MAX_TURNS}"
             yield f"reward of an episode: {min(rewards):g} to {max(rewards):g}, mean {statistics.fmean(rewards):.3g}"
+            yield from unpaid_lines(rewards)
         if self.images_per_turn:
             sizes = (
                 ", ".join(f"{size} ({n} times)" for size, n in self.images.most_common(5)) or "none"
@@ -403,6 +404,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         kwargs = with_texts(kwargs)
         env_class = load_env_class(arguments.env_class, {})
+        scripts = scripts_of(arguments.answers)
         errors = list(keyword_problems(env_class, kwargs))
         errors = errors or [f"data.{name}: no such key here" for name in form.keys() - FORM_KEYS]
         if errors:
@@ -416,7 +418,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     make = EnvMaker(arguments.env_class, kwargs, {}, _contains_answer, 1.0, 0.0)
     check = Check(file=inspect.getfile(env_class), make=make, limit_s=arguments.time_limit)
-    check.play(problems)
+    check.play(problems, scripts)
     print("\n".join(check.report()))
     print(check.verdict(arguments.env_class))
     return 1 if check.problems else 0

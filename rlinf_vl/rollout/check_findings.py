@@ -1,7 +1,7 @@
 """The findings of a check of users' code: what breaks its contract, in sentences, and remarks."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlinf_vl.data.unusable import shorten
@@ -58,3 +58,18 @@ class Findings:
         if self.problems:
             return f"{name} breaks the contract in {len(self.problems)} ways"
         return f"{name} holds the contract"
+
+
+def unpaid_lines(rewards: Sequence[float]) -> Iterator[str]:
+    """Yield a line of the report if no episode was paid, or all of them the same."""
+    if max(rewards) <= 0:
+        yield (
+            f"NOTHING WAS EVER PAID: none of {len(rewards)} episodes got a reward above 0, neither "
+            "with the reference answer nor with what the messages suggest; give answers that must "
+            "be paid with --answers"
+        )
+    elif len(rewards) > 1 and min(rewards) == max(rewards):
+        yield (
+            f"every episode was paid {max(rewards):g}, whatever the answer: a group of such "
+            "rewards teaches nothing"
+        )

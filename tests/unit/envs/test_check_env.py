@@ -275,3 +275,68 @@ def test_rows_without_answers_and_an_environment_that_grades_are_refused_by_name
         "BROKEN: tools.py:Crops grades against the row's answer, and row seeds-train:0 has none"
         in capsys.readouterr().out
     )
+
+
+SECRET_WORDS = {
+    "boxed example": ("Answer with \\boxed{north|south}.", "north"),
+    "quoted": ("Say 'open sesame' or `go away`.", "open sesame"),
+    "list": ("You may move left, right, or up a step.", "up"),
+    "choices": ("Which?\n(A) one\n(B) two", "B"),
+    "a word": ("The picture shows a zebra.", "zebra"),
+}
+
+
+@pytest.mark.parametrize("case", SECRET_WORDS)
+def test_what_the_messages_suggest_is_played_boxed(case, tmp_path, capsys):
+    text, word = SECRET_WORDS[case]
+    body = f"""
+    def start(self, problem): return [said({text!r})]
+    def step(self, response): return StepResult((), float(response == '\\\\boxed{{{word}}}'), True)"""
+    (tmp_path / "env.py").write_text(ENV + body)
+    assert main(["check-env", f"{tmp_path}/env.py:Env"]) == 0
+    printed = capsys.readouterr().out
+    assert "reward of an episode: 0 to 1" in printed and "NOTHING" not in printed
+
+
+def test_each_value_of_a_tools_enum_is_played(tmp_path, capsys):
+    names = [f"door {n}" for n in range(20)]
+    schema = {"type": "object", "properties": {"door": {"enum": names}, "n": {"type": "integer"}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "open", "parameters": schema | {"required": ["n"]}},
+    }
+    body = f"""
+    def start(self, problem):
+        self.left = 20
+        return [said({json.dumps(tool)!r})]
+    def step(self, response):
+        self.left -= 1
+        right = '"door 17"' in response and '"n"' in response
+        self.left = 0 if right else self.left
+        return StepResult([said("and now?")], float(right), self.left <= 0)"""
+    (tmp_path / "env.py").write_text(ENV + body)
+    assert main(["check-env", f"{tmp_path}/env.py:Env"]) == 0
+    assert "reward of an episode: 0 to 1" in capsys.readouterr().out
+
+
+def test_nothing_paid_is_said_and_answers_of_the_user_are_played(tmp_path, capsys):
+    body = """
+    def start(self, problem):
+        self.turn = 0
+        return [said("Guess.")]
+    def step(self, response):
+        self.turn += 1
+        paid = self.turn == 2 and response == "second secret"
+        return StepResult([said("again")], float(paid), self.turn >= 2)"""
+    (tmp_path / "env.py").write_text(ENV + body)
+    call = ["check-env", f"{tmp_path}/env.py:Env"]
+    assert main(call) == 0
+    assert "NOTHING WAS EVER PAID" in capsys.readouterr().out
+    assert main([*call, "--answers", "first", "second secret"]) == 0
+    assert "reward of an episode: 0 to 1" in capsys.readouterr().out
+    (tmp_path / "answers.txt").write_text("wrong\n\nfirst\nsecond secret\n")
+    assert main([*call, "--answers", str(tmp_path / "answers.txt")]) == 0
+    assert "NOTHING" not in capsys.readouterr().out
+    (tmp_path / "none.txt").write_text("\n\n")
+    assert main([*call, "--answers", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt: the file has no answer" in capsys.readouterr().err
