@@ -72,8 +72,6 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
     elif arguments.multirun:
         return _sweep(arguments, [sampled_problems, *rules, *RULES], stop_request)
     else:
-        if arguments.trials is not None or arguments.objective is not None:
-            raise ConfigError("--trials and --objective: are for a search; give --multirun, too")
         rules = [sampled_problems, *rules, *RULES]
         config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
@@ -88,15 +86,11 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
 def _sweep(arguments: argparse.Namespace, rules: Sequence[Rule], stop_request: StopRequest) -> int:
     from rlinf_vl.sweep.launch import run_sweep
     from rlinf_vl.sweep.plan import check_sweep, plan_sweep
-    from rlinf_vl.sweep.search import require_optuna
 
-    sweep = plan_sweep(arguments.config, arguments.overrides, arguments.trials, arguments.objective)
-    # A check may run where the packages of the training are not installed.
-    if sweep.search is not None and not arguments.check:
-        require_optuna()
+    sweep = plan_sweep(arguments.config, arguments.overrides)
     check_sweep(sweep, rules)
     if arguments.check:
-        print(f"{sweep.folder}: {sweep.size}; each of them can begin")
+        print(f"{sweep.folder}: {len(sweep.runs)} runs; each of them can begin")
         return 0
     # Not before: it needs torch, and a check may run without.
     from rlinf_vl.report.sweep import build_sweep_report

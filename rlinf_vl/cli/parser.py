@@ -72,17 +72,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="for --multirun: runs at a time (default 1)",
     )
-    argument(
-        "--trials",
-        type=int,
-        metavar="N",
-        help="for --multirun: search lists and intervals in N trials, by Optuna",
-    )
-    argument(
-        "--objective",
-        metavar="METRIC",
-        help="for --trials: the metric whose highest value is maximized (default val/accuracy)",
-    )
 
     argument = verb(
         "sft", "imitate conversations with pictures: supervised training, with a train config"

@@ -1,8 +1,7 @@
 """The runs of a folder as a table for a terminal: `rlinf-vl runs results/`.
 
 A thousand runs take seconds: of metrics, only the few figures shown are looked for in the text, and
-of a file of more than `TAIL_BYTES` only its end is read. Configs are compared line by line. The
-runs of a search are sorted by its objective.
+of a file of more than `TAIL_BYTES` only its end is read. Configs are compared line by line.
 """
 
 import re
@@ -16,7 +15,6 @@ from typing import Any
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.report.build import NAMES_OF_A_RUN
 from rlinf_vl.report.run_files import check_is_run
-from rlinf_vl.report.trials import read_sweep_file, short_number, trials_in
 
 #: Bytes of a metrics.jsonl that are read, from its end. Of a longer one, `best` is that of its end.
 TAIL_BYTES = 16 * 2**20
@@ -51,7 +49,6 @@ class RunLine:
         state: starting, running, done, stopped, failed, killed; "" where the run says nothing.
         best, best_step, problems: accuracy of the best validation, its step, and its problems.
         hours: of the steps that are logged.
-        objective: of the run's trial, in a search.
         is_complete: whether all of the metrics were read, not their end alone.
         differs: key → value where the runs of the table differ.
     """
@@ -71,7 +68,6 @@ class RunLine:
     started: float | None = None
     reason: str = ""
     differs: dict[str, str] = field(default_factory=dict)
-    objective: float | None = None
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -93,32 +89,13 @@ def read_lines_of(runs: Sequence[Path]) -> list[RunLine]:
 
 
 def read_folder(folder: Path) -> list[RunLine]:
-    """Read the lines of the runs in a folder: those that began last first, or those of the best
-    trial of a search first, with the searched values."""
-    lines = read_lines_of(runs_in(folder))
-    sweep = read_sweep_file(folder)
-    trials = trials_in(sweep)
-    if not trials:
-        return lines
-    runs = {run["name"]: run for run in sweep["runs"]}
-    for line in lines:
-        if run := runs.get(line.run):
-            line.objective = trials[run["trial"]].objective
-            line.differs = {key: short_number(value) for key, value in run["values"].items()}
-
-    def rank(line: RunLine) -> tuple[float, str]:
-        run = runs.get(line.run)
-        return (trials[run["trial"]].rank if run else float("inf"), line.run)
-
-    return sorted(lines, key=rank)
+    """Read the lines of the runs in a folder, those that began last first."""
+    return read_lines_of(runs_in(folder))
 
 
 def runs_table(lines: Sequence[RunLine]) -> str:
     """Return a table of runs, one a line: its state, its steps and its figures."""
     rows = [HEADINGS, *map(_cells, lines)]
-    if any(line.objective is not None for line in lines):
-        objectives = ["objective", *(_figure(line.objective) for line in lines)]
-        rows = [(*row[:2], cell, *row[2:]) for row, cell in zip(rows, objectives, strict=True)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     padded_lines = []
     for row in rows:

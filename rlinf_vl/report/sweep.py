@@ -1,9 +1,8 @@
 """`report --sweep FOLDER`: all runs of a folder on one page, seeds as repetitions of a setting.
 
 A setting is a combination of the values of a sweep's axes, seeds aside. Its curves are means over
-its seeds, with a band of one standard deviation. Each trial of a search is a setting. A folder
-without `sweep.json`, such as that of a shell loop, has as axes the config keys in which its runs
-differ.
+its seeds, with a band of one standard deviation. A folder without `sweep.json`, such as that of a
+shell loop, has as axes the config keys in which its runs differ.
 """
 
 import json
@@ -21,7 +20,6 @@ from rlinf_vl.observe.status import read_status
 from rlinf_vl.report.build import ASSETS, NAMES_OF_A_RUN, PLOT_SCRIPT, asset, script_hash
 from rlinf_vl.report.run_files import flatten, read_metrics, standard_error
 from rlinf_vl.report.runs_table import runs_in
-from rlinf_vl.report.trials import Trial, read_sweep_file, short_number, trials_in
 from rlinf_vl.runtime.files import write_aside
 
 #: Metrics that have a chart where a run logged them, and its title.
@@ -41,8 +39,6 @@ CHARTS = {
 }
 #: Points of a run's curve at most: longer ones are thinned out evenly.
 MAX_POINTS = 600
-#: The first axis of a search: the number of a trial.
-TRIAL_AXIS = "trial"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -91,13 +87,11 @@ class Setting:
 
     Attributes:
         values: the setting's value of each axis.
-        trial: of a search.
     """
 
     values: tuple[str, ...]
     members: tuple[Member, ...]
     label: str
-    trial: Trial | None = None
 
     def figure(self, values: Sequence[float | None]) -> dict[str, Any] | None:
         """Return mean, sample deviation and number of what the members have; None for nothing."""
@@ -125,8 +119,7 @@ def build_sweep_report(folder: Path, output: Path | None = None) -> Path:
         ValueError: the folder has no runs.
     """
     axes, members = read_sweep(folder)
-    sweep = read_sweep_file(folder)
-    settings = group_by_setting(axes, members, trials_in(sweep))
+    settings = group_by_setting(axes, members)
     keys = dict.fromkeys(key for member in members for key in member.config)
     begun_members = [member for member in members if member.config]
     differing = {
@@ -137,8 +130,7 @@ def build_sweep_report(folder: Path, output: Path | None = None) -> Path:
         and len({member.config.get(key, "–") for member in begun_members}) > 1
     }
     output = output or folder / "report.html"
-    objective = sweep.get("objective", "")
-    page = _render(folder, axes, members, settings, differing, objective)
+    page = _render(folder, axes, members, settings, differing)
     with write_aside(output, durable=False) as aside:
         aside.write_text(page, encoding="utf-8", errors="replace")
     return output
@@ -150,15 +142,11 @@ def read_sweep(folder: Path) -> tuple[list[str], list[Member]]:
     Raises:
         ValueError: it has no runs.
     """
-    if content := read_sweep_file(folder):
-        axes = list(content["axes"])
+    file = folder / SWEEP_FILE
+    if file.is_file():
+        content = json.loads(file.read_text(encoding="utf-8"))
         members = [_member(folder / run["name"], run["values"]) for run in content["runs"]]
-        if "trials" not in content:
-            return axes, members
-        for run, member in zip(content["runs"], members, strict=True):
-            shown_values = {key: short_number(value) for key, value in member.values.items()}
-            member.values.update(shown_values | {TRIAL_AXIS: str(run["trial"])})
-        return [TRIAL_AXIS, *axes], members
+        return list(content["axes"]), members
     runs = runs_in(folder)
     if not runs:
         raise ValueError(
@@ -180,11 +168,9 @@ def read_sweep(folder: Path) -> tuple[list[str], list[Member]]:
     return axes, members
 
 
-def group_by_setting(
-    axes: Sequence[str], members: Sequence[Member], trials: Mapping[int, Trial] | None = None
-) -> list[Setting]:
-    """Return the settings, the best first: by a trial's objective, else by mean of the best
-    validations, else of the last rewards."""
+def group_by_setting(axes: Sequence[str], members: Sequence[Member]) -> list[Setting]:
+    """Return the settings, the best first: by mean of the best validations, else of the last
+    rewards."""
     settings = [axis for axis in axes if axis not in SEEDS]
     groups: dict[tuple[str, ...], list[Member]] = {}
     for member in members:
@@ -199,15 +185,13 @@ def group_by_setting(
                 f"{short[axis]} {value}" for axis, value in zip(settings, values, strict=True)
             )
             or "all seeds",
-            trials[int(values[0])] if trials else None,
         )
         for values, group in groups.items()
     ]
 
-    def rank(setting: Setting) -> tuple[float, float]:
+    def rank(setting: Setting) -> float:
         figure = setting.best_accuracy or setting.last("reward/mean")
-        mean_rank = -figure["mean"] if figure else float("inf")
-        return (setting.trial.rank if setting.trial else 0.0, mean_rank)
+        return -figure["mean"] if figure else float("inf")
 
     return sorted(ranked, key=rank)
 
@@ -254,7 +238,6 @@ def _render(
     members: Sequence[Member],
     settings: Sequence[Setting],
     differing: Mapping[str, Sequence[str]],
-    objective: str,
 ) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
@@ -274,7 +257,6 @@ def _render(
         axes=axes,
         members=members,
         differing=differing,
-        objective=objective,
         standard_error=standard_error,
         policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src "
         f"{script_hash(style)}; script-src {script_hash(plot_script)} {script_hash(script)}",

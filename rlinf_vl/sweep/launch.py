@@ -1,8 +1,7 @@
 """Runs a sweep: each run is a process `rlinf-vl train`, so one that fails takes no other with it.
 
-The runs come from a queue: all combinations of a sweep, or the trials of a search as they are asked
-for. The same command again goes on: runs that are done are skipped, and every other one begins at
-its newest checkpoint. Runs have sessions of their own. The first Ctrl-C is passed on to those that are
+The same command again goes on: runs that are done are skipped, and every other one begins at its
+newest checkpoint. Runs have sessions of their own. The first Ctrl-C is passed on to those that are
 under way, which save, and no other is started; the second ends them at once. If this process is
 killed, the kernel asks them to stop.
 """
@@ -16,7 +15,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO
 
 from rlinf_vl.config.load import load_config
 from rlinf_vl.errors import ConfigError
@@ -43,47 +42,6 @@ class Started:
     started_s: float
 
 
-class RunQueue(Protocol):
-    """The runs that are left, in their order.
-
-    Attributes:
-        n_left: runs that were left at first.
-    """
-
-    n_left: int
-
-    def next_run(self) -> SweepRun | None:
-        """Return a run to start; None if all are started or done."""
-        ...
-
-    def record_end(self, run: SweepRun, is_failed: bool) -> None:
-        """Note that a run is done or has failed, not that it was stopped."""
-        ...
-
-    def summary(self) -> str:
-        """Return a sentence about the sweep as it stands."""
-        ...
-
-
-class Grid:
-    """The runs of a sweep of all combinations."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-        self._waiting = [run for run in sweep.runs if not sweep.is_done(run)]
-        self.n_left = len(self._waiting)
-
-    def next_run(self) -> SweepRun | None:
-        return self._waiting.pop(0) if self._waiting else None
-
-    def record_end(self, run: SweepRun, is_failed: bool) -> None:
-        """Do nothing: the runs' folders say what is done."""
-
-    def summary(self) -> str:
-        n_done = sum(map(self._sweep.is_done, self._sweep.runs))
-        return f"{n_done} of {len(self._sweep.runs)} runs are done"
-
-
 def run_sweep(sweep: Sweep, parallel: int, stop: StopRequest) -> int:
     """Run what is left of the sweep, `parallel` runs at a time.
 
@@ -92,10 +50,10 @@ def run_sweep(sweep: Sweep, parallel: int, stop: StopRequest) -> int:
     """
     _check_parallel(sweep, parallel)
     with locked(sweep.folder):
-        queue = _open_queue(sweep)
-        log.info("sweep %s: %s", sweep.folder, queue.summary())
-        failed = _run_all(sweep, queue, parallel, stop)
-        log.info("sweep %s: %s", sweep.folder, queue.summary())
+        write_sweep(sweep)
+        log.info("sweep %s: %s", sweep.folder, _summary(sweep))
+        failed = _run_all(sweep, parallel, stop)
+        log.info("sweep %s: %s", sweep.folder, _summary(sweep))
     for run, code in failed.items():
         reason = str(read_status(sweep.folder / run).get("reason") or "see its last lines")
         log.error("run %s failed with exit code %d: %s", run, code, reason.splitlines()[0])
@@ -105,16 +63,10 @@ def run_sweep(sweep: Sweep, parallel: int, stop: StopRequest) -> int:
     return 1 if failed else 0
 
 
-def _open_queue(sweep: Sweep) -> RunQueue:
-    """Return the runs that are left, and write `sweep.json`."""
-    if sweep.search is None:
-        write_sweep(sweep)
-        return Grid(sweep)
-    # Optuna is an extra of the package.
-    from rlinf_vl.sweep.study import Study
-
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    return Study(sweep, sweep.search)
+def _summary(sweep: Sweep) -> str:
+    """Return how many runs are done, in words."""
+    n_done = sum(map(sweep.is_done, sweep.runs))
+    return f"{n_done} of {len(sweep.runs)} runs are done"
 
 
 def _check_parallel(sweep: Sweep, parallel: int) -> None:
@@ -123,7 +75,7 @@ def _check_parallel(sweep: Sweep, parallel: int) -> None:
         raise ConfigError(f"--parallel {parallel}: give a number from 1 on")
     if parallel == 1:
         return
-    config = load_config(sweep.config, sweep.overrides(sweep.checked_runs[0]))
+    config = load_config(sweep.config, sweep.overrides(sweep.runs[0]))
     on_gpus = config.cluster.device == "cuda" or (
         config.cluster.device == "auto" and bool(gpu_memory())
     )
@@ -135,20 +87,20 @@ def _check_parallel(sweep: Sweep, parallel: int) -> None:
         )
 
 
-def _run_all(sweep: Sweep, queue: RunQueue, parallel: int, stop: StopRequest) -> dict[str, int]:
-    """Run what the queue has; returns the exit codes of the runs that failed."""
+def _run_all(sweep: Sweep, parallel: int, stop: StopRequest) -> dict[str, int]:
+    """Run what is left of the sweep; returns the exit codes of the runs that failed."""
     n_started = 0
+    waiting = [run for run in sweep.runs if not sweep.is_done(run)]
+    n_left = len(waiting)
     active, failed = list[Started](), dict[str, int]()
     stop.graceful = True
     is_signalled = False
     try:
         while True:
-            while len(active) < parallel and stop.number is None:
-                run = queue.next_run()
-                if run is None:
-                    break
+            while waiting and len(active) < parallel and stop.number is None:
+                run = waiting.pop(0)
                 n_started += 1
-                log.info("run %d of %d: %s", n_started, queue.n_left, run.name)
+                log.info("run %d of %d: %s", n_started, n_left, run.name)
                 if _wait_until_free(sweep, run, stop):
                     active.append(_start(sweep, run, to_file=parallel > 1))
             if not active:
@@ -167,9 +119,6 @@ def _run_all(sweep: Sweep, queue: RunQueue, parallel: int, stop: StopRequest) ->
                 )
                 if code and stop.number is None:
                     failed[started.run.name] = code
-                # After Ctrl-C a run is to go on, unless it was done already.
-                if not code or stop.number is None:
-                    queue.record_end(started.run, is_failed=bool(code))
             time.sleep(POLL_S)
     finally:
         _end(active)

@@ -2,8 +2,7 @@
 
 `runner.seed=1,2`, `range(1, 4)` and `choice(a, b)` list values. Settings are combined with every
 seed. The first seed of all settings comes before the second one of any, so that a sweep that is cut
-short compares settings all the same. With `--trials N` settings are not listed but searched
-(`search.py`): a search has no runs before its study asks for trials (`study.py`).
+short compares settings all the same.
 """
 
 import hashlib
@@ -19,7 +18,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from rlinf_vl.config import Config
 from rlinf_vl.config.load import load_config, parse_config
 from rlinf_vl.config.sweeps import SEEDS, SWEEP_FILE
 from rlinf_vl.config.validate import Rule
@@ -27,13 +25,6 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.runtime.run_folder import run_folder
-from rlinf_vl.sweep.search import (
-    OBJECTIVE,
-    Dimension,
-    Search,
-    interval_of,
-    translate_sweeper,
-)
 
 #: Keys that a sweep sets itself.
 OWN_KEYS = ("runner.output_dir", "runner.experiment_name", "runner.resume_dir")
@@ -48,12 +39,10 @@ class SweepRun:
     Attributes:
         name: of its folder.
         values: key → value, as an override has it.
-        trial: the number of its trial in a search.
     """
 
     name: str
     values: dict[str, str]
-    trial: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +52,9 @@ class Sweep:
     Attributes:
         config: its name, as the user gave it.
         fixed: overrides that all runs have.
-        axes: key → values, settings first, then seeds. A searched interval is one text.
+        axes: key → values, settings first, then seeds.
         folder: has the folders of the runs.
-        runs: all runs; of a search none.
-        search: None where all combinations are run.
+        runs: all runs, in their order.
     """
 
     config: str
@@ -74,7 +62,6 @@ class Sweep:
     axes: dict[str, tuple[str, ...]]
     folder: Path
     runs: tuple[SweepRun, ...]
-    search: Search | None = None
 
     def overrides(self, run: SweepRun) -> list[str]:
         """Return the overrides of a run, which goes on where it has a checkpoint."""
@@ -95,74 +82,25 @@ class Sweep:
         return read_status(self.run_dir(run)).get("state") == "done"
 
     @property
-    def checked_runs(self) -> tuple[SweepRun, ...]:
-        """The runs whose configs are checked: all, or in a search some of its space."""
-        if self.search is None:
-            return self.runs
-        seeds = {key: values[0] for key, values in self.seed_axes.items()}
-        labels = _labels(list(self.search.dimensions))
-        return tuple(
-            SweepRun(_name(labels, values), values | seeds) for values in self.search.probes()
-        )
-
-    @property
-    def seed_axes(self) -> dict[str, tuple[str, ...]]:
-        return {key: values for key, values in self.axes.items() if key in SEEDS}
-
-    def trial_runs(self, number: int, values: dict[str, str]) -> list[SweepRun]:
-        """Return the runs of a trial: one for each combination of seeds."""
-        name = f"trial-{number:03d}"
-        if not self.seed_axes:
-            return [SweepRun(name, values, number)]
-        return [
-            SweepRun(f"{name}_{run.name}", values | run.values, number)
-            for run in _runs(self.seed_axes)
-        ]
-
-    @property
-    def size(self) -> str:
-        """The number of runs, in words."""
-        if self.search is None:
-            return f"{len(self.runs)} runs"
-        return f"{self.search.n_trials} trials, {len(self.trial_runs(0, {}))} runs each"
-
-    @property
     def content(self) -> dict[str, Any]:
-        """The content of `sweep.json`, for a search without its trials."""
+        """The content of `sweep.json`."""
         runs = [{"name": run.name, "values": run.values} for run in self.runs]
-        search = {} if self.search is None else {"objective": self.search.objective}
         return {
             "config": self.config,
             "fixed": list(self.fixed),
             "axes": {key: list(values) for key, values in self.axes.items()},
-            **search,
             "runs": runs,
         }
 
 
-def plan_sweep(
-    config: str,
-    overrides: Sequence[str],
-    n_trials: int | None = None,
-    objective: str | None = None,
-) -> Sweep:
+def plan_sweep(config: str, overrides: Sequence[str]) -> Sweep:
     """Return the sweep of these overrides. Its folder is that of a run of this config.
 
-    Args:
-        n_trials: of a search; None runs all combinations.
-        objective: metric of a search, by default `OBJECTIVE`.
-
     Raises:
-        ConfigError: no override lists values, an interval without trials.
+        ConfigError: no override lists values, or one has an interval or a key of Hydra's sweepers.
     """
-    overrides, sweeper_trials = translate_sweeper(overrides)
-    n_trials = sweeper_trials if n_trials is None else n_trials
-    if n_trials is not None and n_trials < 1:
-        raise ConfigError(f"--trials {n_trials}: give a number from 1 on")
-    if n_trials is None and objective is not None:
-        raise ConfigError(f"--objective {objective}: is for a search; give --trials N, too")
+    _refuse_hydra_keys(overrides)
     fixed, axes = list[str](), dict[str, tuple[str, ...]]()
-    intervals = dict[str, Dimension]()
     for text in overrides:
         override = _parsed(text)
         if override is None or not override.is_sweep_override():
@@ -175,11 +113,11 @@ def plan_sweep(
                 f"{key} one value"
             )
         if override.is_interval_sweep():
-            _check_interval_key(text, key, n_trials)
-            intervals[key] = interval_of(override)
-            axes[key] = intervals[key].content
-        else:
-            axes[key] = tuple(map(str, override.sweep_string_iterator()))
+            raise ConfigError(
+                f"override {text!r}: a sweep lists values, such as {key}=1e-4,3e-4; an interval is "
+                "searched from Python (docs/tuning.md)"
+            )
+        axes[key] = tuple(map(str, override.sweep_string_iterator()))
     if not axes:
         raise ConfigError(
             "--multirun: no override lists values; give some, such as actor.optim.lr=1e-4,3e-4 or "
@@ -192,68 +130,22 @@ def plan_sweep(
             f"override {named[0]!r}: a sweep resumes its runs itself: the same command again goes "
             "on; leave it out"
         )
-    if n_trials is None:
-        runs, dimensions = _runs(axes), dict[str, Dimension]()
-        first_values = runs[0].values
-    else:
-        dimensions = {
-            key: intervals.get(key) or Dimension(choices=_distinct(key, values))
-            for key, values in axes.items()
-            if key not in SEEDS
-        }
-        runs = ()
-        first_values = {
-            key: dimensions[key].probe_values[0] if key in dimensions else values[0]
-            for key, values in axes.items()
-        }
-    first = parse_config(config, [*fixed, *(f"{k}={v}" for k, v in first_values.items())])
+    runs = _runs(axes)
+    first = parse_config(config, [*fixed, *(f"{k}={v}" for k, v in runs[0].values.items())])
     folder = run_folder(first)
     # The folder is the sweep's; its runs have names of their own.
     fixed = [text for text in fixed if text.partition("=")[0] not in OWN_KEYS]
-    search = None
-    if n_trials is not None:
-        search = _search(first, dimensions, n_trials, objective or OBJECTIVE)
-    return Sweep(config, tuple(fixed), axes, folder, runs, search)
+    return Sweep(config, tuple(fixed), axes, folder, runs)
 
 
-def _check_interval_key(text: str, key: str, n_trials: int | None) -> None:
-    """Raise ConfigError if an interval has no search, or would search a seed."""
-    if key in SEEDS:
-        raise ConfigError(
-            f"override {text!r}: seeds are repetitions of a trial and are not searched; list them, "
-            f"such as {key}=1,2"
-        )
-    if n_trials is None:
-        raise ConfigError(
-            f"override {text!r}: an interval is searched, which takes a number of trials: add "
-            "--trials 20, or list values, such as actor.optim.lr=1e-4,3e-4"
-        )
-
-
-def _search(
-    config: Config, dimensions: dict[str, Dimension], n_trials: int, objective: str
-) -> Search:
-    """Return the search, whose sampler has the seed of the first run."""
-    if not dimensions:
-        raise ConfigError(
-            "--trials: no override but seeds lists values; give some, such as "
-            "'actor.optim.lr=tag(log, interval(1e-5, 1e-3))'"
-        )
-    validates = config.runner.val_check_interval > 0 and config.data.val_data_paths
-    if objective.startswith("val/") and not validates:
-        raise ConfigError(
-            f"--trials: trials are judged by {objective}, and these runs do not validate; set "
-            "runner.val_check_interval and data.val_data_paths, or another metric: "
-            "--objective reward/mean"
-        )
-    return Search(dimensions, n_trials, objective, config.runner.seed)
-
-
-def _distinct(key: str, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the values, or raise ConfigError if one is there twice."""
-    if len(set(values)) < len(values):
-        raise ConfigError(f"--trials: {key} has a value twice; list each value once")
-    return values
+def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if an override is of Hydra's own sweepers and launchers."""
+    for text in overrides:
+        if text.lstrip("+").startswith(("hydra/", "hydra.")):
+            raise ConfigError(
+                f"override {text!r}: rlinf-vl does without Hydra's sweepers and launchers; list "
+                "values, with --multirun and --parallel N, or search from Python (docs/tuning.md)"
+            )
 
 
 def check_sweep(sweep: Sweep, rules: Sequence[Rule]) -> None:
@@ -270,7 +162,7 @@ def check_sweep(sweep: Sweep, rules: Sequence[Rule]) -> None:
     file = sweep.folder / SWEEP_FILE
     if file.exists():
         former = json.loads(file.read_text(encoding="utf-8"))
-        for key in ("config", "fixed", "axes", "objective"):
+        for key in ("config", "fixed", "axes"):
             former_value, value = former.get(key), sweep.content.get(key)
             if former_value != value:
                 raise ConfigError(
@@ -279,7 +171,7 @@ def check_sweep(sweep: Sweep, rules: Sequence[Rule]) -> None:
                     "it, or give this sweep another name: runner.experiment_name=NAME"
                 )
     problems: dict[str, str] = {}
-    for run in sweep.checked_runs:
+    for run in sweep.runs:
         try:
             load_config(sweep.config, sweep.overrides(run), rules)
         except ConfigError as error:
@@ -289,16 +181,11 @@ def check_sweep(sweep: Sweep, rules: Sequence[Rule]) -> None:
         raise ConfigError(*(f"run {name}: {problem}" for problem, name in problems.items()))
 
 
-def write_sweep(sweep: Sweep, trials: dict[str, Any] | None = None) -> None:
-    """Write `sweep.json`.
-
-    Args:
-        trials: of a search, what its study adds: its trials and their runs.
-    """
+def write_sweep(sweep: Sweep) -> None:
+    """Write `sweep.json`."""
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    content = sweep.content | (trials or {})
     with write_aside(sweep.folder / SWEEP_FILE) as aside:
-        aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        aside.write_text(json.dumps(sweep.content, indent=1) + "\n", encoding="utf-8")
 
 
 def _parsed(text: str) -> Override | None:

@@ -53,9 +53,9 @@ def test_a_value_may_refer_to_a_seed_and_a_list_may_have_one_element(tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("actor.optim.lr=interval(1e-5,1e-3)", "an interval is searched.*add --trials 20"),
-        ("hydra/sweeper=optuna runner.max_steps=interval(1,2)", "add --trials 20"),
-        ("hydra/launcher=joblib", "A search is `--trials N`"),
+        ("actor.optim.lr=interval(1e-5,1e-3)", "a sweep lists values, such as actor.optim.lr="),
+        ("hydra/sweeper=optuna runner.max_steps=1,2", "hydra/sweeper=optuna.*search from Python"),
+        ("hydra/launcher=joblib", "without Hydra's sweepers and launchers"),
         ("runner.experiment_name=a,b", "names the folders of its runs itself"),
         ("runner.seed=1", "--multirun: no override lists values"),
         ("runner.resume_dir=/tmp runner.seed=1,2", "the same command again goes on"),
