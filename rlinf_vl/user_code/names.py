@@ -41,8 +41,8 @@ def load_code(
 
     Args:
         table: registered name → `module:Name`.
-        files: `runner.code_files`. A relative path in `name` is one of them if it ends one of their
-            paths; every other file is read from the disk.
+        files: `runner.code_files`. A relative path in `name` that is no file of the working folder
+            is the one of them whose path ends so; every other file is read from the disk.
         kind: a noun for messages, such as "environment".
         signature: see the module's docstring; objects that `table` names are not checked.
 
@@ -302,11 +302,13 @@ def _stub(node: Any) -> Any:
 
 def _not_imported(name: str, place: str, error: BaseException, is_ours: bool = False) -> CodeError:
     """Return the error for a module or file that can't be imported, with a hint."""
+    if isinstance(error, CodeError):
+        return CodeError(f"{name!r}: {error}")
     # the named file is missing, and not one that it opens
     if (
         isinstance(error, OSError)
         and error.filename
-        and place.endswith(os.path.basename(error.filename))
+        and os.path.basename(place) == os.path.basename(error.filename)
     ):
         return CodeError(
             f"{name!r}: no file {error.filename!r} ({error.strerror}); give the path of a Python "

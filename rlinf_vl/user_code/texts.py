@@ -39,7 +39,8 @@ def collect_code(name: str, folders: Sequence[str], files: dict[str, str]) -> st
     """Add the text of the file that `name` leads to, and of those beside it that it imports, to
     `files`.
 
-    Returns `name` with an absolute path. A missing file is left to `load_code` to refuse.
+    Returns `name` with an absolute path. A missing file, and a name that may mean several, are left
+    to `load_code` to refuse.
 
     Args:
         folders: the folders in which a relative path is looked up, in this order.
@@ -52,14 +53,11 @@ def collect_code(name: str, folders: Sequence[str], files: dict[str, str]) -> st
         path = f"{place}.py"
         if "." in place or not os.path.isfile(os.path.join(folders[0], path)):
             return name
-    known_path = _matching_path(path, files)
-    if known_path is not None:  # collected before
-        return f"{known_path}:{attribute}"
-    candidates = (os.path.join(folder, path) for folder in folders)
-    path = os.path.abspath(
-        next((p for p in candidates if os.path.isfile(p)), os.path.join(folders[0], path))
-    )
-    if os.path.isfile(path):
+    try:
+        path = _located(path, folders, files)
+    except CodeError:  # `check_code` reports it
+        return name
+    if path not in files and os.path.isfile(path):
         _collect(path, files)
     return f"{path}:{attribute}"
 
@@ -95,29 +93,37 @@ def pickled(value: Any) -> tuple[str, str, str]:
     return f"{name}.pkl:{name}", f"{name}.pkl", text
 
 
-def _matching_path(path: str, files: Mapping[str, str]) -> str | None:
-    """Return the path in `files` that a path means; None without one."""
-    path = os.path.expanduser(path)
+def _located(path: str, folders: Sequence[str], files: Mapping[str, str]) -> str:
+    """Return the absolute path that a path means: one of `files`, or of the disk.
+
+    The first folder decides that holds it, among `files` or on the disk. A path that is in no
+    folder means the one file whose path ends so, as a run may go on in another folder.
+
+    Raises:
+        CodeError: the paths of several files end so.
+    """
+    candidates = [os.path.abspath(os.path.join(folder, path)) for folder in folders]
+    for candidate in candidates:
+        if candidate in files:
+            return candidate
+        real_path = os.path.realpath(candidate)
+        for key in files:
+            if os.path.realpath(key) == real_path:
+                return key
+        if os.path.isfile(candidate):
+            return candidate
     ending = f"/{os.path.normpath(path)}"
-    return next(
-        (
-            key
-            for key in files
-            if os.path.realpath(key) == os.path.realpath(path) or key.endswith(ending)
-        ),
-        None,
-    )
+    matches = [key for key in files if key.endswith(ending)]
+    if len(matches) > 1:
+        raise CodeError(f"{path!r} may be {' or '.join(matches)}; give the whole path")
+    return matches[0] if matches else candidates[0]
 
 
 def source_of(place: str, files: Mapping[str, str]) -> str:
     """Return the text of a file or a module; "" for a module without a Python file."""
     if place.endswith(".py"):
-        known_path = _matching_path(place, files)
-        return (
-            _read(os.path.abspath(os.path.expanduser(place)))
-            if known_path is None
-            else _decoded(files[known_path])
-        )
+        path = _located(os.path.expanduser(place), [os.getcwd()], files)
+        return _decoded(files[path]) if path in files else _read(path)
     try:
         spec = importlib.util.find_spec(place)
     except ValueError:  # a module that code has made has no spec
@@ -210,6 +216,10 @@ class _SiblingFinder(MetaPathFinder):
         """Add the files in the folder of this file and below it.
 
         A module of such a name with another text is dropped, so that it is imported again.
+
+        Raises:
+            CodeError: two files of one run have one module name, and a function imports such files
+                as it runs: it would get those of the file that was loaded last.
         """
         root = f"{os.path.dirname(path)}/"
         for sibling, text in files.items():
@@ -224,6 +234,8 @@ class _SiblingFinder(MetaPathFinder):
             loader = self._loaders.get(name)
             # two files of a run may have siblings of one name
             if loader is None or (loader.path, loader.text) != (sibling, _decoded(text)):
+                if loader and loader.path != sibling and loader.path in files:
+                    _refuse_late_imports(name, loader.path, sibling, files)
                 self._loaders[name] = _TextLoader(sibling, _decoded(text))
                 sys.modules.pop(name, None)
 
@@ -232,14 +244,32 @@ class _SiblingFinder(MetaPathFinder):
         return loader and importlib.util.spec_from_loader(fullname, loader)
 
 
+def _refuse_late_imports(
+    name: str, first_path: str, second_path: str, files: Mapping[str, str]
+) -> None:
+    """Refuse two files of one module name where a function imports one of the user's modules."""
+    if files[first_path] == files[second_path]:
+        return
+    module_names = {
+        part.removesuffix(".py") for path in files for part in path.split("/") if path != part
+    }
+    for path, text in files.items():
+        if path.endswith(".py") and (late := _late_imports(_decoded(text)) & module_names):
+            raise CodeError(
+                f"two files are imported as {name!r}: {first_path} and {second_path}, and a "
+                f"function of {path} imports {min(late)!r} only when it runs, so it may get the "
+                "wrong one; rename one of the two, or import at the top of the file"
+            )
+
+
 _sibling_finder = _SiblingFinder()
 
 
 def module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
     """Return the module that a file's text makes, executed once in a process."""
-    absolute_path = _matching_path(path, files)
-    if absolute_path is None:
-        absolute_path, files = os.path.abspath(os.path.expanduser(path)), {}
+    absolute_path = _located(os.path.expanduser(path), [os.getcwd()], files)
+    if absolute_path not in files:
+        files = {}
         _collect(absolute_path, files)
     # The name depends on all texts that the file may import, so a changed file is another module.
     folder = os.path.dirname(absolute_path)
@@ -304,6 +334,16 @@ def _modules(tree: ast.AST, package: list[str]) -> Iterator[str]:
         for name in filter(None, names):
             parts = name.split(".")
             yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _late_imports(text: str) -> set[str]:
+    """Return the first parts of module names that functions of a file import as they run."""
+    late_names: set[str] = set()
+    with suppress(SyntaxError, ValueError):  # the import of the file reports it
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                late_names |= {module.partition(".")[0] for module in _modules(node, [])}
+    return late_names
 
 
 def _is_installed(module: str, root: str) -> bool:

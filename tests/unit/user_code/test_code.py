@@ -59,6 +59,35 @@ def test_a_file_travels_with_the_modules_beside_it_and_no_others(tmp_path, monke
     assert load_code(name, {}, changed, **REWARD)("one two three", "") == 100
 
 
+def test_of_two_files_of_one_name_each_entry_loads_its_own(tmp_path, monkeypatch):
+    """And a name that both could be is refused, as is a module that a late import could confuse."""
+    for place, value in (("rewards/", 1), ("", 2)):
+        (tmp_path / place).mkdir(exist_ok=True)
+        text = f"import worth\ndef score(response, answer, **row): return worth.V + {value}\n"
+        (tmp_path / f"{place}score.py").write_text(text)
+        (tmp_path / f"{place}worth.py").write_text(f"V = {value}0\n")
+    monkeypatch.chdir(tmp_path)
+    for order in (["rewards/score.py", "score.py"], ["score.py", "rewards/score.py"]):
+        files = {}
+        names = [collect_code(f"{path}:score", [".", "/nowhere"], files) for path in order]
+        assert names == [f"{tmp_path}/{path}:score" for path in order]
+        loaded = [load_code(name, {}, files, **REWARD) for name in names]
+        expected = [11.0 if path.startswith("rewards") else 22.0 for path in order]
+        assert [function("", "") for function in loaded] == expected
+        assert load_code("score.py:score", {}, files, **REWARD) is loaded[order.index("score.py")]
+    monkeypatch.chdir("/")
+    assert collect_code("score.py:score", ["/"], dict(files)) == "score.py:score"
+    for refuse in (check_code, load_code):
+        with pytest.raises(CodeError, match=r"^'score.py:score': 'score.py' may be .* or .*; give"):
+            refuse("score.py:score", {}, files, **REWARD)
+    one_file = {names[1].partition(":")[0]: files[names[1].partition(":")[0]]}
+    assert collect_code("score.py:score", ["/"], one_file) == names[1], "a run that goes on"
+    late = "def score(response, answer, **row):\n    import worth\n    return worth.V\n"
+    files |= {f"{tmp_path}/score.py": late, f"{tmp_path}/rewards/score.py": late + "\n"}
+    with pytest.raises(CodeError, match=r"imported as 'worth': .*score.py imports 'worth' only"):
+        [load_code(name, {}, files, **REWARD) for name in names]
+
+
 def test_an_object_of_a_notebook_travels_without_its_module(tmp_path):
     (tmp_path / "own_words.py").write_text("def count(text): return len(text.split())\n")
     script = (
