@@ -69,19 +69,19 @@ class LoopWatch:
     def __init__(self, executor: ThreadExecutor, file: str) -> None:
         self._executor, self._file = executor, file
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
         self.blocked_lines: Counter[int] = Counter()
 
     def __enter__(self) -> None:
-        self._end.clear()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        # An event of its own: a former thread that has not seen its end yet would go on for ever.
+        self._end = threading.Event()
+        threading.Thread(
+            target=self._watch, args=(self._end,), name="loop watch", daemon=True
+        ).start()
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
 
-    def _watch(self) -> None:
-        end = self._end
+    def _watch(self, end: threading.Event) -> None:
         while not end.is_set():
             echo = self._executor.begin(_echo)
             # Of this moment: the executor leaves a loop that is blocked for ever.

@@ -19,7 +19,6 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -451,12 +450,22 @@ def _extended(digest: bytes, key: str) -> bytes:
     return hashlib.sha256(digest + key.encode(errors="surrogatepass")).digest()
 
 
-@lru_cache(4096)
+#: Hash of an image → digest of its pixels. Without the images: a cache of those would keep thousands.
+_pixel_digests: dict[str, str] = {}
+MAX_DIGESTS = 4096
+
+
 def _pixel_digest(image: ImageRef) -> str:
     """Return a digest of an image's pixels; of its bytes if they can't be decoded."""
-    try:
-        picture = decode(image)
-    except ImageError:
-        return image.hash
-    digest = hashlib.blake2b(picture.tobytes(), digest_size=16)
-    return f"{picture.size} {digest.hexdigest()}"
+    digest = _pixel_digests.get(image.hash)
+    if digest is None:
+        try:
+            picture = decode(image)
+        except ImageError:
+            return image.hash
+        pixels = hashlib.blake2b(picture.tobytes(), digest_size=16)
+        digest = f"{picture.size} {pixels.hexdigest()}"
+        if len(_pixel_digests) >= MAX_DIGESTS:
+            _pixel_digests.clear()
+        _pixel_digests[image.hash] = digest
+    return digest

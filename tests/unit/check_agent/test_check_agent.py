@@ -212,6 +212,18 @@ def test_a_loop_that_is_blocked_before_the_first_look_is_seen():
     assert "release.wait" in Path(__file__).read_text().splitlines()[line - 1]
 
 
+def test_a_watch_ends_with_its_episode_when_the_next_begins_at_once():
+    watch = LoopWatch(ThreadExecutor(timeout_s=60.0), __file__)
+    before = set(threading.enumerate())
+    for _ in range(20):
+        with watch:
+            time.sleep(0.005)
+    watches = {t for t in set(threading.enumerate()) - before if t.name != "environments"}
+    for thread in watches:
+        thread.join(5)
+    assert not [thread for thread in watches if thread.is_alive()]
+
+
 @pytest.mark.slow
 def test_a_command_is_played_too(tmp_path, monkeypatch, capsys):
     script = Path(__file__).parents[2] / "command_agent.py"

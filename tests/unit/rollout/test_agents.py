@@ -1,6 +1,7 @@
 """Agents against the embedded engine: exact tokens in every order of calls, and faults that stay with their trajectory."""
 
 import random
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,11 @@ from agent_groups import (
 from episodes import Maker, Talk, make_player
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from summaries import values
 
+from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.rollout.agent_session import _pixel_digest
 from rlinf_vl.types import GroupSummary
 
 
@@ -50,6 +54,13 @@ def test_an_agent_that_plays_an_environment_samples_what_the_player_samples(toy)
                 assert [i.hash for i, _ in a.images] == [i.hash for i, _ in b.images]
     assert all(t.metrics["agent/branches"] == 0 for g in found for t in g.trajectories)
     assert sum(len(t.turns) for g in found for t in g.trajectories) > 8
+
+
+def test_a_digest_of_pixels_keeps_no_image():
+    image = to_image_ref(Image.new("RGB", (40, 30), (1, 2, 3)), root=None)
+    holders = sys.getrefcount(image)
+    assert _pixel_digest(image) == _pixel_digest(replace(image)) != image.hash
+    assert sys.getrefcount(image) == holders
 
 
 @pytest.mark.quick("0")
