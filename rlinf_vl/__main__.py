@@ -63,10 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
-    from rlinf_vl.preflight.inputs import RULES, packages_missing
+    from rlinf_vl.preflight.inputs import RULES, libraries_missing, packages_missing
 
-    # A check may run where the packages of the training are not installed.
-    rules = [] if arguments.check else [packages_missing]
+    # A check may run where SGLang and torch are not installed. A Python without torch is not the
+    # one that will train: what else it lacks says nothing, and there is nothing to rehearse.
+    has_torch = importlib.util.find_spec("torch") is not None
+    checked_rules = [libraries_missing] if has_torch else []
+    rules = checked_rules if arguments.check else [packages_missing]
     if arguments.verb == "sft":
         config = imitation_config(arguments.config, arguments.overrides, [*rules, *RULES])
     elif arguments.multirun:
@@ -75,8 +78,7 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
         rules = [sampled_problems, *rules, *RULES]
         config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
-        # A Python without torch is not the one that will train: there is nothing to rehearse.
-        if importlib.util.find_spec("torch") is not None:
+        if has_torch:
             print(entry.rehearse(config))
         return 0
     stopped_by = entry.launch_training(config, stop_request)

@@ -5,6 +5,7 @@ again.
 """
 
 import asyncio
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -52,25 +53,7 @@ def packages_missing(config: Config) -> Iterator[str]:
 
     The tools are SGLang's, and needed where this machine has GPUs.
     """
-    if config.actor.model.is_lora and importlib.util.find_spec("peft") is None:
-        yield "actor.model.is_lora: true needs peft, which is not installed; pip install peft"
-    if (
-        config.actor.model.is_lora
-        and config.actor.model.lora.quantization == "nf4"
-        and (why := _without_nf4(config))
-    ):
-        yield f"actor.model.lora.quantization: nf4 needs bitsandbytes, {why}, or set none: the model is stored in param_dtype"
-    agent, name = config.rollout.agent, config.rollout.verifiers_name
-    if name is not None and (reason := environment_missing(name)):
-        yield f"rollout.env_class: {config.rollout.env_class!r}: {reason}"
-    if config.rollout.has_agents:
-        has_function = agent.function or name
-        needed = ["uvicorn", "starlette", *(["openai"] if has_function else [])]
-        if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-            yield (
-                f"rollout.agent: {', '.join(missing)} is not installed; pip install "
-                "'rlinf_vl[agents]'"
-            )
+    yield from libraries_missing(config)
     if config.rollout.rollout_backend != "sglang":
         return
     try:
@@ -80,6 +63,47 @@ def packages_missing(config: Config) -> Iterator[str]:
         return
     if config.cluster.device != "cpu" and gpus.is_private(config) and gpus.gpu_memory():
         yield from missing_tools()
+
+
+def libraries_missing(config: Config) -> Iterator[str]:
+    """Yield the packages besides SGLang that this Python lacks for the run.
+
+    Those of agents and trackers are imported: they may lack a package of their own.
+    """
+    if config.actor.model.is_lora and importlib.util.find_spec("peft") is None:
+        yield "actor.model.is_lora: true needs peft, which is not installed; pip install peft"
+    if (
+        config.actor.model.is_lora
+        and config.actor.model.lora.quantization == "nf4"
+        and (why := _without_nf4(config))
+    ):
+        yield f"actor.model.lora.quantization: nf4 needs bitsandbytes, {why}, or set none: the model is stored in param_dtype"
+    agent, name = config.rollout.agent, config.rollout.verifiers_name
+    if name is not None and (reason := environment_missing(name) or _import_problem("verifiers")):
+        yield f"rollout.env_class: {config.rollout.env_class!r}: {reason}"
+    if config.rollout.has_agents:
+        modules = ["uvicorn", "starlette.applications"]
+        modules += ["openai"] if agent.function or name else []
+        modules += ["httpx"] if agent.app else []
+        if reasons := [*filter(None, map(_import_problem, modules))]:
+            yield f"rollout.agent: {'; '.join(reasons)}; pip install 'rlinf_vl[agents]'"
+    for backend in ("wandb", "trackio"):
+        # A rule of the config refuses one that is not installed.
+        is_used = backend in config.runner.logger.logger_backends
+        if is_used and importlib.util.find_spec(backend) and (reason := _import_problem(backend)):
+            yield f"runner.logger.logger_backends: {reason}; pip install 'rlinf_vl[{backend}]'"
+
+
+def _import_problem(module: str) -> str | None:
+    """Return why a module can't be imported; None if it can."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        if error.name == package:
+            return f"{package} is not installed"
+        return f"{package} can't be imported ({error})"
+    return None
 
 
 def _without_nf4(config: Config) -> str | None:

@@ -452,7 +452,6 @@ def _agent_player(
     first_report: Callable[[str], bool],
 ) -> "GroupPlayer":
     """Return the player of the config's agent."""
-    from rlinf_vl.agents.app_driver import AppDriver, address_towards
     from rlinf_vl.agents.drivers import AgentDriver, CommandDriver, FunctionDriver
     from rlinf_vl.agents.verifiers_agent import SOLVE as VERIFIERS_AGENT
     from rlinf_vl.rollout.agent_player import AgentPlayer
@@ -465,6 +464,8 @@ def _agent_player(
     driver: AgentDriver
     host = "127.0.0.1"
     if agent.app is not None:
+        from rlinf_vl.agents.app_driver import AppDriver, address_towards
+
         # An app may be on another machine, and calls the policy from there.
         driver = AppDriver(agent.app, agent.token_env, agent.timeout, bounds)
         host = address_towards(agent.app)

@@ -1,5 +1,8 @@
 """Names of hubs' environments in a config: sources with their arguments, refusals, and what to install."""
 
+import sys
+from types import ModuleType
+
 import pytest
 
 from rlinf_vl.config import load_config, save_config
@@ -72,6 +75,7 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch, installed, 
         return installed
 
     monkeypatch.setattr(verifiers_rows, "version", version)
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
     overrides = (f"rollout.env_class=verifiers:{module}", f"data.train_data_paths=[verifiers://{module}]")  # fmt: skip
     config = load_config("toy-grpo-cpu", (*overrides, NO_VAL))
     reasons = [text for text in inputs.packages_missing(config) if "rollout.env_class" in text]
@@ -80,8 +84,6 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch, installed, 
 
 
 def test_openenv_without_its_package_or_without_an_address(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "openenv", None)
     monkeypatch.setitem(sys.modules, "openenv.core", None)
 

@@ -433,6 +433,20 @@ def test_a_check_does_not_ask_for_the_engine(main):
     assert main(["train", "--check", "toy-grpo-cpu", "rollout.rollout_backend=sglang"]) == 0
 
 
+def test_a_check_imports_what_agents_will(main, tmp_path, monkeypatch, capsys):
+    (tmp_path / "agent.py").write_text("async def solve(task, client): return 1.0\n")
+    words = ["train", "--check", "toy-grpo-cpu", "rollout.agent.function=agent.py:solve"]
+    assert main(words) == 0
+    # installed, but without a package that it needs itself
+    for module in [name for name in sys.modules if name.partition(".")[0] == "starlette"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "anyio", None)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "rollout.agent: starlette can't be imported (" in said and "anyio" in said
+    assert "pip install 'rlinf_vl[agents]'" in said
+
+
 def test_engines_that_could_not_be_placed(main, capsys, monkeypatch):
     monkeypatch.setattr(gpus, "gpu_memory", lambda: (80,) * 8)
     asked = [
