@@ -28,7 +28,7 @@ from rlinf_vl.types import MicroBatch
 def encode_images(
     model: PreTrainedModel,
     family: Family,
-    pixel_values: np.ndarray,
+    pixel_values: np.ndarray | torch.Tensor,
     grids: np.ndarray,
     device: torch.device | str,
 ) -> VisionFeatures:

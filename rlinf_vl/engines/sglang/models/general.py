@@ -11,7 +11,6 @@ loaded as the trainer sends it.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -130,8 +129,9 @@ class RlinfVlGeneral(nn.Module):
 
     def get_image_feature(self, items: Sequence[Any]) -> torch.Tensor:
         """Return the tokens of images, [N, H · (1 + deepstack layers)]."""
-        patches = np.concatenate([np.asarray(item.feature) for item in items])
-        grids = np.concatenate([item.image_grid_thw.numpy() for item in items])
+        # SGLang has moved the patches to the GPU by now, where numpy can't read them.
+        patches = torch.cat([item.feature for item in items])
+        grids = torch.cat([item.image_grid_thw for item in items]).cpu().numpy()
         device = self.get_input_embeddings().weight.device
         features = encode_images(self.model, self.family, patches, grids, device)
         return torch.cat([features.tokens, *features.deepstack], dim=1)
