@@ -89,7 +89,10 @@ DOCTOR = {
         (),
     ),
     "8 × 80 GB": (host(8), ()),
-    "2 × 8 × 80 GB": (host(8, cluster="10.0.0.1:6379"), ("cluster.num_nodes=2",)),
+    "2 × 8 × 80 GB": (
+        host(8, cluster="10.0.0.1:6379", adapters=("mlx5_0", "mlx5_1"), has_verbs=True),
+        ("cluster.num_nodes=2",),
+    ),
 }
 PREFLIGHT = {
     "1 × 80 GB": (Hardware.named(1, 80), ()),

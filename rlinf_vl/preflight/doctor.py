@@ -24,6 +24,8 @@ from rlinf_vl.preflight.inputs import RULES, packages_missing
 from rlinf_vl.preflight.machine import HOOK, TESTED, Machine, look
 
 GIB = 2**30
+#: Bytes that a process must be allowed to lock beside an adapter of InfiniBand or RoCE.
+MEMLOCK_BYTES = GIB
 #: The oldest NVIDIA driver for each major version of CUDA.
 DRIVERS = {13: 580, 12: 525}
 #: Settings of the environment that hurt a GPU run, and why.
@@ -197,8 +199,36 @@ def _host(machine: Machine, config: Config | None) -> Iterator[Line]:
         yield line("cluster", f"Ray at {machine.cluster}", problem)
 
 
+def _network(machine: Machine, config: Config | None) -> Iterator[Line]:
+    """Yield findings about the transport between machines, for a run on GPUs of several.
+
+    NCCL takes TCP without a word where it can't use InfiniBand or RoCE.
+    """
+    if config is None or config.cluster.num_nodes == 1 or not _on_gpus(machine, config):
+        return
+    environment, adapters = machine.environment, ", ".join(machine.adapters)
+    if environment.get("NCCL_NET"):
+        yield line("network", f"NCCL_NET={environment['NCCL_NET']} chooses the transport")
+    elif not adapters:
+        interface = environment.get("NCCL_SOCKET_IFNAME", "an interface of NCCL's choice")
+        yield line("network", f"TCP by {interface}: no InfiniBand or RoCE adapter")
+    elif environment.get("NCCL_IB_DISABLE", "0") != "0":
+        yield line("network", f"TCP beside {adapters}, by NCCL_IB_DISABLE")
+    else:
+        problem = (
+            "NCCL can't open them and takes TCP; a container needs --device=/dev/infiniband, and the packages "
+            "libibverbs1 and ibverbs-providers"
+        )
+        finding = f"InfiniBand or RoCE by {environment.get('NCCL_IB_HCA', adapters)}"
+        yield line("network", finding, not machine.has_verbs and problem, "warn")
+        is_limited = machine.memlock < MEMLOCK_BYTES
+        finding = f"{_size(machine.memlock)} a process" if is_limited else "enough for adapters"
+        problem = "NCCL registers buffers with the adapter; set ulimit -l unlimited, in a container --ulimit memlock=-1"
+        yield line("locked memory", finding, is_limited and problem, "warn")
+
+
 #: The checks of any machine, with or without a config.
-CHECKS = [_versions, _gpus, _host]
+CHECKS = [_versions, _gpus, _host, _network]
 
 
 def _on_gpus(machine: Machine, config: Config | None) -> bool:

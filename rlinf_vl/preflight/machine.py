@@ -1,7 +1,10 @@
 """Facts about this machine that decide whether a run can start on it."""
 
+import ctypes
+import math
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -38,6 +41,8 @@ TESTED: dict[str, tuple[str, ...]] = {
 }
 #: Library that is preloaded into SGLang's scheduler where it gives its memory back.
 HOOK = "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+#: The folders of the adapters that the kernel knows, and of the devices by which a process opens them.
+ADAPTERS, VERBS = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,9 @@ class Machine:
     cluster_answers: bool = True
     moved: tuple[str, ...] = ()  # packages with another version than the environment was made with
     restore: str = ""  # the command that puts them back
+    adapters: tuple[str, ...] = ()  # of InfiniBand or RoCE, as the kernel lists them
+    has_verbs: bool = False  # whether this process can open them
+    memlock: float = math.inf  # bytes that a process may lock
 
 
 def look(config: Config | None = None) -> Machine:
@@ -99,6 +107,9 @@ def look(config: Config | None = None) -> Machine:
         cluster=address or "",
         cluster_answers=address is None or reachable(address, timeout=5),
         moved=tuple(map(str, moved_packages(stamp))),
+        adapters=tuple(sorted(path.name for path in ADAPTERS.glob("*"))),
+        has_verbs=_has_verbs(),
+        memlock=_memlock(),
         restore=f"bash requirements/install.sh --venv {sys.prefix}"
         if stamp.is_file()
         else torchvision_command(),
@@ -141,6 +152,21 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(
         next(folder for folder in (path, *path.parents) if folder.exists())
     ).free
+
+
+def _has_verbs() -> bool:
+    """Return whether a process can open adapters of InfiniBand or RoCE, as NCCL does."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return False
+    return any(VERBS.glob("uverbs*"))
+
+
+def _memlock() -> float:
+    """Return the bytes that a process may lock."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _ports() -> int:

@@ -5,6 +5,7 @@ torch is imported where it is needed: the process that records trajectories does
 """
 
 import hashlib
+import ipaddress
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_put
@@ -75,7 +77,8 @@ def own_process(
 ) -> None:
     """Set up an actor's process, before it or a child of it touches a GPU.
 
-    It gets its number of threads (`cluster.cpu_threads`), and its GPUs (`see_gpus`).
+    It gets its number of threads (`cluster.cpu_threads`), its GPUs (`see_gpus`), and the network
+    interface of its node's address.
     """
     import torch
 
@@ -92,6 +95,24 @@ def own_process(
         "MKL_NUM_THREADS": str(threads),
     }
     torch.set_num_threads(threads)
+    # Otherwise gloo looks up its own address by host name, which may be one that other nodes do not
+    # reach. `ray_utils/start_ray.sh` sets it, too; a Ray that was started otherwise does not.
+    if interface := interface_of(ray.util.get_node_ip_address()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface of this host that has the address.
+
+    It is None for an address of this host alone (127.0.0.1), which processes of other hosts can't
+    reach by any interface.
+    """
+    if ipaddress.ip_address(address).is_loopback:
+        return None
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return interface
+    return None
 
 
 def threads_beside(cores: int, gpus: int) -> int:

@@ -24,6 +24,7 @@ from rlinf_vl.__main__ import main
 from rlinf_vl.cli.parser import parse
 from rlinf_vl.config import config_keys, load_config
 from rlinf_vl.config.keys import config_sections
+from rlinf_vl.engines.sglang.machine import CUDA_MAJOR
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.observe.trajectories import SCHEMA
 from rlinf_vl.rewards.named import NAMED
@@ -336,6 +337,19 @@ def test_files_that_are_named_exist(page: Path):
     paths = {code for code in inline_code(page) if re.fullmatch(rf"(?:{tops})/[\w./-]+", code)}
     made = {"rlinf_vl/envs/brief.py"}  # of an example
     assert not [path for path in paths - made if not (ROOT / path).exists()]
+
+
+def test_images_have_the_cuda_of_sglangs_kernels():
+    """An image that a page or a launcher builds on is CUDA's of that version, or `docker/Dockerfile.cuda`'s."""
+    launchers = [*(ROOT / "docker").iterdir(), *(ROOT / "examples").rglob("*.yaml")]
+    bases = []
+    for file in [*PAGES, *launchers]:
+        text = file.read_text(encoding="utf-8")
+        bases += re.findall(r"^ *FROM (\S+)", text, re.M) + re.findall(r"nvidia/cuda:[\w.-]+", text)
+    assert {re.sub(r"(cuda:\d+)\..*", r"\1", base) for base in bases} == {
+        f"nvidia/cuda:{CUDA_MAJOR}",
+        "rlinf_vl",
+    }
 
 
 def test_every_symptom_has_its_parts():

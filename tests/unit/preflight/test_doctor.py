@@ -95,6 +95,28 @@ def test_each_fault_has_a_line(fault, subject, status, said):
     assert others <= {subject} | ({"cores", "memory", "slots"} if "gpus" in fault else set())
 
 
+FABRIC = dataclasses.replace(
+    GPUS, cluster="10.0.0.1:6379", adapters=("mlx5_0", "mlx5_1"), has_verbs=True
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "subject", "status", "said"),
+    [
+        ({}, "network", "ok", "InfiniBand or RoCE by mlx5_0, mlx5_1"),
+        ({"adapters": ()}, "network", "ok", "TCP by an interface of NCCL's choice"),
+        ({"has_verbs": False}, "network", "warn", "--device=/dev/infiniband"),
+        ({"environment": {"NCCL_IB_HCA": "mlx5_1"}}, "network", "ok", "by mlx5_1"),
+        ({"environment": {"NCCL_NET": "Socket"}}, "network", "ok", "NCCL_NET=Socket"),
+        ({"memlock": 65536}, "locked memory", "warn", "--ulimit memlock=-1"),
+    ],
+)
+def test_the_transport_between_machines_is_named(facts, subject, status, said):
+    found = lines(dataclasses.replace(FABRIC, **facts), "cluster.num_nodes=2")
+    assert (found[subject].status, said in found[subject].text) == (status, True), found
+    assert "network" not in lines(dataclasses.replace(FABRIC, **facts))  # one machine
+
+
 def test_a_cpu_cluster_has_the_slots_that_are_named():
     split = "cluster.component_placement={actor: 0-1, rollout: 2}"
     found = lines(dataclasses.replace(CPU, cores=2), split, config="toy-grpo-cpu")

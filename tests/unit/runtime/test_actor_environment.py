@@ -1,13 +1,19 @@
 """Variables that every actor's process is started with."""
 
+import os
+import socket
+from types import SimpleNamespace
+
+import psutil
 import pytest
+import ray
 
 from rlinf_vl.config.engines import may_broadcast
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.runtime import launch
 from rlinf_vl.runtime.launch import MALLOC, _actor_environment
-from rlinf_vl.runtime.ray_process import threads_beside
+from rlinf_vl.runtime.ray_process import own_process, threads_beside
 
 
 def test_nccl_is_set_alike_for_ranks_and_engines(monkeypatch):
@@ -36,6 +42,37 @@ def test_ranks_keep_nccls_own_choice_where_no_group_has_both():
 )
 def test_a_broadcast_is_known_from_strategy_and_placement(overrides, broadcasts):
     assert may_broadcast(parse_config("qwen3-vl-2b-grpo-fsdp-geo3k", overrides)) == broadcasts
+
+
+@pytest.mark.parametrize(
+    ("node", "set_before", "interface"),
+    [
+        ("10.1.2.3", None, "eth1"),
+        ("10.1.2.3", "ib0", "ib0"),
+        ("127.0.0.1", None, None),
+        ("10.9.9.9", None, None),
+    ],
+)
+def test_gloo_takes_the_interface_of_the_nodes_address(monkeypatch, node, set_before, interface):
+    """Also where Ray was not started by `start_ray.sh`; by itself gloo looks up the host's name."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    if set_before:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", set_before)
+
+    def addresses(*of):
+        return [SimpleNamespace(family=socket.AF_INET, address=address) for address in of]
+
+    host = {
+        "lo": addresses("127.0.0.1"),
+        "eth0": addresses("10.0.0.7"),
+        "eth1": addresses("10.1.2.3"),
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: host)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
+    own_process(1, "cpu")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
 def test_threads():
