@@ -400,9 +400,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument(
         "--limit",
         type=float,
-        default=180.0,
         metavar="SECONDS",
-        help="for --smoke: the time that it has (default 180)",
+        help="for --smoke: the time that it has (default 180; 1200 with SGLang, whose first start on a GPU "
+        "compiles kernels for minutes)",
     )
     argument("--json", type=Path, metavar="FILE", help="for --smoke: write the results there, too")
 

@@ -27,6 +27,10 @@ from rlinf_vl.smoke.parts import LocalParts, RayParts
 from rlinf_vl.smoke.results import StageResult, State, as_json, header, verdict
 from rlinf_vl.smoke.stages import Stage, Stages
 
+#: Seconds that a smoke run has by default, by engine. SGLang's first start on a GPU compiles kernels
+#: for minutes, and its CPU build takes as long to start.
+LIMITS_S = {"torch": 180.0, "sglang": 1200.0}
+
 
 class TimeLimit:
     """Raises KeyboardInterrupt in the main thread when the time is up: Ray's calls let that
@@ -62,14 +66,15 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--smoke: runs a config: name one, such as `rlinf-vl doctor toy-grpo-cpu --smoke`"
         )
-    if not 0 < arguments.limit < math.inf:
+    if arguments.limit is not None and not 0 < arguments.limit < math.inf:
         raise ConfigError(f"--limit {arguments.limit:g}: give seconds, such as --limit 180")
     # Every file that the run needs is there or is made.
     with variables_set({"HF_HUB_OFFLINE": "1"}):
         config = load_config(arguments.config, arguments.overrides, (packages_missing,))
+        limit_s = arguments.limit or LIMITS_S[config.rollout.rollout_backend]
         start = time.monotonic()
-        results = smoke(config, arguments.limit)
-    line = verdict(results, time.monotonic() - start, arguments.limit)
+        results = smoke(config, limit_s)
+    line = verdict(results, time.monotonic() - start, limit_s)
     sys.stdout.write(f"\n{line}\n")
     passed = all(result.state == "ok" for result in results)
     if arguments.json:
