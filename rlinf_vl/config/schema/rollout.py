@@ -41,7 +41,7 @@ class RolloutModelConfig:
 class SglangConfig:
     attention_backend: str | None = None
     """SGLang's attention_backend; null leaves the choice to SGLang (on CPU: torch_native, the only
-    one there)."""
+    one there). With rollout.deterministic, prompts and decoding have the same one."""
     log_level: str = key("error", ("debug", "info", "warning", "error", "critical"))
     """How much SGLang's processes say."""
     ep_size: int = key(1, AT_LEAST_1)

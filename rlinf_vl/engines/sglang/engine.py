@@ -38,7 +38,7 @@ import torch
 from transformers import AutoConfig
 
 from rlinf_vl.engines.base import MEMORY_TAGS, EngineDied
-from rlinf_vl.engines.sglang import messages
+from rlinf_vl.engines.sglang import bans, messages
 from rlinf_vl.engines.sglang.machine import missing_tools, require_platform, require_sglang
 from rlinf_vl.engines.sglang.process import Host
 from rlinf_vl.engines.sglang.receive import Answers
@@ -67,6 +67,11 @@ from rlinf_vl.weights.process_group import WeightGroup
 from rlinf_vl.weights.staging import StagedBucket, arrivals_at_places
 
 log = logging.getLogger(__name__)
+
+#: Seconds within which all GPUs of an engine must be free of what it has released.
+RELEASE_TIMEOUT_S = 10.0
+#: The share of the most that a GPU of an engine has released which each of them must release.
+RELEASED_SHARE = 0.9
 
 
 class SglangEngine:
@@ -121,9 +126,10 @@ class SglangEngine:
             self.shapes |= engine_shapes
             if part_of(name, family) != "language_model":
                 self.tower_weights |= engine_shapes.keys()
+        self.weight_names = frozenset(self.shapes)
         mixture = family.mixture(config) if settings.report_routes else None
         self.requests = Requests(
-            settings, pixels, banned, image_tokens, family.positions, mixture, request_timeout_s
+            settings, pixels, image_tokens, family.positions, mixture, request_timeout_s
         )
         kv_tokens = 0
         if settings.device == "cpu":
@@ -131,7 +137,7 @@ class SglangEngine:
             kv_tokens = settings.kv_tokens_that_fit(
                 state.token_bytes(settings.dtype), state.row_bytes()
             )
-        os.environ.update(settings.environment())
+        os.environ.update(settings.environment() | {bans.VARIABLE: bans.as_text(banned)})
         model_config = dict(family.engine_config(config))
         if family.is_general_in_sglang:
             model_config |= {
@@ -150,6 +156,7 @@ class SglangEngine:
         try:
             self._check_processor(family)
             if must_be_sent:
+                self._is_empty = True
                 self._send_all(family)
         except BaseException:
             self.close()  # its processes would outlive the failure
@@ -379,19 +386,27 @@ class SglangEngine:
             self._hold()
             self._update_incomplete = True
             self.host.call("begin_weight_update")
+            missing = set(self.weight_names) if self._is_empty else set[str]()
             try:
                 for names, fields in buckets:
+                    missing.difference_update(names)
                     requests.towers += not self.tower_weights.isdisjoint(names)
                     self.host.call(operation, **common | fields)
             finally:
                 self.host.call("end_weight_update")
+            if missing:
+                raise ValueError(
+                    f"the engine has no weights, and this update brought {len(missing)} of "
+                    f"{len(self.weight_names)} not, such as {min(missing)!r}: after an engine has "
+                    "slept without a copy a sync must bring all weights, frozen ones too"
+                )
             self._update_incomplete = self._is_empty = False
             self.version = version
             requests.updates += 1
             # Old entries are never found again. Flushing them only frees memory, and needs an idle
             # SGLang.
             if not requests.unanswered_messages and not requests.session_updates:
-                self.host.run(self.host.manager.flush_cache).result()
+                self.host.run(self.host.flush).result()
             if resumes:
                 self.resume()
 
@@ -419,7 +434,7 @@ class SglangEngine:
             if unreleased := [tag for tag in tags if tag not in self.released_tags]:
                 assert not self._unanswered, "memory is released between rollouts only"
                 deadline = time.monotonic() + 10
-                while not self.host.run(self.host.manager.flush_cache).result().success:
+                while not self.host.run(self.host.flush).result():
                     if time.monotonic() > deadline:  # an aborted request takes a moment to leave
                         raise RuntimeError(
                             "SGLang did not become idle within 10 s, so its memory can't be "
@@ -430,10 +445,45 @@ class SglangEngine:
                     self._is_empty = True
                     if self.settings.device == "cpu":  # where a sleep frees nothing
                         self._forget_weights()
+                used_bytes = self._used_gpu_bytes()
                 self.host.call("release_memory_occupation", tags=unreleased)
                 self.released_tags |= set(unreleased)
+                self._wait_until_released(used_bytes)
         if self.settings.device == "cpu":
             log.info("SGLang was asked to release its memory; on the CPU it frees none")
+
+    def _used_gpu_bytes(self) -> list[int]:
+        """Return the used bytes of each GPU of an engine of several, by the driver's account."""
+        settings = self.settings
+        gpus = range(settings.tp_size if settings.device == "cuda" and settings.tp_size > 1 else 0)
+        return [torch.cuda.device_memory_used(gpu) for gpu in gpus]
+
+    def _wait_until_released(self, used_before: Sequence[int]) -> None:
+        """Wait until all GPUs of the engine are as free as its fullest release has made one.
+
+        SGLang answers when the first scheduler of each group has released its memory. All hold
+        slices of the same size.
+        """
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        while used_before:
+            released = [
+                former_bytes - used_bytes
+                for former_bytes, used_bytes in zip(
+                    used_before, self._used_gpu_bytes(), strict=True
+                )
+            ]
+            if min(released) >= RELEASED_SHARE * max(released):
+                return
+            if time.monotonic() > deadline:
+                gib = ", ".join(f"{count / 2**30:.1f}" for count in released)
+                log.warning(
+                    "the GPUs of an SGLang engine have %s GiB more free %g s after it was asked to "
+                    "release its memory: another process may have taken some of it",
+                    gib,
+                    RELEASE_TIMEOUT_S,
+                )
+                return
+            time.sleep(0.02)
 
     def _forget_weights(self) -> None:
         """Overwrite all weights with NaN, so that the sync must bring them on the CPU as well."""

@@ -22,14 +22,12 @@ from rlinf_vl.weights.buckets import Label, flatten
 from rlinf_vl.weights.delta import Delta
 from rlinf_vl.weights.staging import StagedBucket
 
-#: The bias of banned ids' logits: its exp is exactly 0. SGLang's logprobs leave such ids out, too.
-BAN = -1e9
 #: First and last position of each run of placeholders of an image.
 Runs = list[tuple[int, int]]
 
 
-def parameters(sampling: SamplingParams, bans: dict[str, float]) -> dict[str, Any]:
-    """Return SGLang's sampling parameters. `bans`: id → `BAN`.
+def parameters(sampling: SamplingParams) -> dict[str, Any]:
+    """Return SGLang's sampling parameters.
 
     SGLang also stops at the end ids of the checkpoint; they are among `stop_ids`
     (`Processor.stop_ids`).
@@ -40,7 +38,6 @@ def parameters(sampling: SamplingParams, bans: dict[str, float]) -> dict[str, An
         "top_k": sampling.top_k or -1,
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_ids),
-        "logit_bias": bans,
     }
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from rlinf_vl.engines.base import EngineDied
+from rlinf_vl.engines.sglang.ports import PortBlock
 from rlinf_vl.engines.sglang.shared_memory import remove_abandoned
 
 log = logging.getLogger(__name__)
@@ -61,11 +62,17 @@ class Host:
         self._closing = asyncio.Event()
         self._answering: set[asyncio.Task[Any]] = set()
         ready: Future[None] = Future()
+        self._ports = PortBlock()
+        arguments = self._ports.arguments | arguments
         self._thread = threading.Thread(
             target=self._run, args=(arguments, ready), name="sglang-engine", daemon=True
         )
         self._thread.start()
-        ready.result()
+        try:
+            ready.result()
+        except BaseException:
+            self._ports.close()
+            raise
 
     def run(
         self, operation: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any
@@ -120,7 +127,19 @@ class Host:
         # have the memory, are gone.
         if self._thread.is_alive():
             log.error("the loop of the SGLang engine did not end within %g s", CLOSE_TIMEOUT_S)
+        self._ports.close()
         remove_abandoned()
+
+    async def flush(self) -> bool:
+        """Empty the prefix cache, and return whether all groups of attention were idle and did so.
+
+        SGLang's own `flush_cache` has the answer of the first group only.
+        """
+        from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+        self.manager.auto_create_handle_loop()
+        answers = await self.manager.flush_cache_communicator(FlushCacheReqInput())
+        return all(answer.success for answer in answers)
 
     async def _or_end(
         self, operation: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any

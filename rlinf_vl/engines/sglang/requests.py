@@ -58,7 +58,6 @@ class Requests:
         self,
         settings: Settings,
         pixels: Callable[[ImageRef], np.ndarray],
-        banned: np.ndarray,
         image_tokens: ImageTokens,
         positions: Callable[[np.ndarray, np.ndarray, ImageTokens], np.ndarray],
         mixture: Mixture | None,
@@ -70,7 +69,6 @@ class Requests:
         """
         self.settings = settings
         self.pixels = PixelFiles(pixels)
-        self.bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), messages.BAN)
         self.image_tokens = image_tokens
         self.positions = positions
         self.mixture = mixture
@@ -237,7 +235,7 @@ class Requests:
         mode each sample is a message, because SGLang has one seed a message, with which all samples
         are the same.
         """
-        sampling = messages.parameters(request.sampling, self.bans)
+        sampling = messages.parameters(request.sampling)
         continued = any(len(sample.ids) for sample, _ in samples_and_seeds)
         no_ids = np.zeros(0, np.int32)
         if not continued and not self.settings.deterministic:

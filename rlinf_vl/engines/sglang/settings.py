@@ -28,6 +28,9 @@ CPU_PREFILL = 256
 #: Qwen3-VL on large Hopper GPUs, which it applies from the first request on. Below half, prompts
 #: are admitted at once: a batch of rollouts begins with all of them.
 PREFILL_INTERVAL = 22
+#: Seconds after which SGLang ends a scheduler in the middle of a forward pass. Its own 300 can be
+#: too few for the first pass on a GPU, which compiles kernels; `alive` sees one that hangs.
+WATCHDOG_S = 1200
 #: Threads that make the patches of images beside a GPU; on the CPU there is one.
 PIXEL_THREADS = 4
 #: Package of the multimodal processors that SGLang uses in place of its own.
@@ -36,6 +39,24 @@ PROCESSORS = "rlinf_vl.engines.sglang.processors"
 #: with the paths of its vision tower and its text model.
 MODELS, GENERAL_MODEL = "rlinf_vl.engines.sglang.models", "RlinfVlGeneral"
 GENERAL_PATHS = "rlinf_vl_paths"
+
+
+#: Server arguments that name the backend of attention: for all, for prompts, for decoding.
+ATTENTION_BACKENDS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
+
+
+def deterministic_backend() -> str:
+    """Return the backend of attention in deterministic mode on this machine's GPUs.
+
+    It is SGLang's own choice up to Hopper. On newer GPUs SGLang takes flashinfer, with which it can
+    have no prefix cache in this mode.
+    """
+    is_newer = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    return "triton" if is_newer else "fa3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +125,7 @@ class Settings:
             "skip_tokenizer_init": True,  # ids in, ids out
             "grammar_backend": "none",
             "skip_server_warmup": True,
+            "watchdog_timeout": WATCHDOG_S,
             "weight_version": "0",
             "custom_weight_loader": [masked.LOADER, receive.LOADER],
             "log_level": "error",
@@ -141,6 +163,10 @@ class Settings:
                 # Without rl_on_policy_target: with it SGLang gives image prompts plain positions
                 # instead of M-RoPE.
                 arguments["enable_deterministic_inference"] = True
+                # By itself SGLang may take one backend for prompts and another for decoding: a
+                # token would depend on whether it was decoded or came back in a prompt.
+                backend = self.extra_arguments.get("attention_backend", deterministic_backend())
+                arguments |= dict.fromkeys(ATTENTION_BACKENDS, backend)
         # with the overlap, an update in place labels one old token too many as new
         if self.keep_kv:
             arguments["disable_overlap_schedule"] = True

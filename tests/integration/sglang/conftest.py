@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from sglang_toy import Toy, engine_of
 
-from rlinf_vl.engines.sglang.messages import BAN
+from rlinf_vl.engines.sglang import messages
+from rlinf_vl.engines.sglang.bans import BAN
 
 
 def pytest_collection_modifyitems(items):
@@ -79,8 +79,11 @@ def endless(running, toy, monkeypatch):
     banned = toy.banned.copy()
     banned[list(toy.processor.stop_ids)] = True
     monkeypatch.setattr(toy, "banned", banned)
-    bans = dict.fromkeys(map(str, np.flatnonzero(banned).tolist()), BAN)
-    monkeypatch.setattr(running.requests, "bans", bans)
+    parameters = messages.parameters
+    bias = dict.fromkeys(map(str, toy.processor.stop_ids), BAN)
+    monkeypatch.setattr(
+        messages, "parameters", lambda sampling: parameters(sampling) | {"logit_bias": bias}
+    )
     yield
     if running.alive():
         running.resume()

@@ -55,14 +55,14 @@ class Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def resolve(arguments, environment):
     """In a process of its own: SGLang writes to the environment, and resolves a record once."""
     from sglang.srt.entrypoints.engine import _set_envs_and_config
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args import PortArgs, ServerArgs
 
     os.environ.update(environment)
     server = ServerArgs(**arguments)
     server.resolve_once()
     server.check_server_args()
     _set_envs_and_config(server)
-    return server.resolved_dict(), dict(os.environ)
+    return server.resolved_dict() | {"ports": vars(PortArgs.init_new(server))}, dict(os.environ)
 
 
 def main():

@@ -7,14 +7,24 @@ import subprocess
 import sys
 from importlib.metadata import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tiny_tiles import write_internvl
+from transformers import AutoConfig
 
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.engines.sglang.engine import SglangEngine
 from rlinf_vl.engines.sglang.machine import CUDA_MAJOR, cuda_environment
-from rlinf_vl.engines.sglang.settings import EMBEDDINGS_MB, PROCESSORS, Settings
-from rlinf_vl.models.families import family_of
+from rlinf_vl.engines.sglang.ports import BLOCK, PortBlock
+from rlinf_vl.engines.sglang.settings import (
+    ATTENTION_BACKENDS,
+    EMBEDDINGS_MB,
+    PROCESSORS,
+    Settings,
+)
+from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.runtime.launch import _actor_environment
 
 pytestmark = pytest.mark.integration
@@ -84,6 +94,9 @@ def on_an_h100(toy, tmp_path_factory):
         arguments, environment = settings.server_arguments(kv_tokens=0), settings.environment()
         environment["PATH"] = os.pathsep.join([str(nvidia_smi.parent), environment["PATH"]])
         cases[kind] = arguments, environment | _actor_environment(ClusterConfig())
+    ports = PortBlock()
+    ports.close()
+    cases["data-parallel attention"][0].update(ports.arguments)
     del (
         cases["left to SGLang"][0]["mm_feature_transport"],
         cases["left to SGLang"][1]["SGLANG_VLM_CACHE_SIZE_MB"],
@@ -130,6 +143,47 @@ def test_arguments_are_what_we_mean_once_sglang_has_made_its_own_of_them(on_an_h
     assert {name: arguments[name] for name in expected} == expected
     assert environment["SGLANG_VLM_CACHE_SIZE_MB"] == str(EMBEDDINGS_MB)
     assert environment["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"] == PROCESSORS
+
+
+def test_the_deterministic_mode_decodes_by_the_backend_of_its_prompts(on_an_h100):
+    """A token that returns in a later turn's prompt has the logprob that it was decoded with. By itself SGLang decodes
+    with flashinfer there."""
+    arguments = on_an_h100["deterministic"][0]
+    assert [arguments[name] for name in ATTENTION_BACKENDS] == ["fa3"] * 3
+    assert on_an_h100["split"][0]["decode_attention_backend"] == "flashinfer"
+
+
+def test_all_ports_of_an_engine_are_of_its_block(on_an_h100):
+    arguments = on_an_h100["data-parallel attention"][0]
+    first = arguments["nccl_port"] - 1
+    addresses = [
+        value for value in arguments["ports"].values() if str(value).startswith("tcp://127.0.0.1:")
+    ]
+    used = [arguments["ports"]["nccl_port"], *(int(a.rsplit(":", 1)[1]) for a in addresses)]
+    assert len(set(used)) == len(used) >= 6 and set(used) < set(range(first + 1, first + BLOCK))
+
+
+def test_the_general_path_reads_no_patches_back_from_the_device(tmp_path):
+    """SGLang moves them there first. Tensors without memory stand in for the GPU's: numpy can't read either."""
+    from rlinf_vl.engines.sglang.models.general import RlinfVlGeneral
+
+    config = AutoConfig.from_pretrained(write_internvl(tmp_path))
+    family = family_at(config)
+    with torch.device("meta"):
+        model = family.model_class.from_config(config, attn_implementation="sdpa")
+    blank, grid = family.blank_image(config)
+    items = [
+        SimpleNamespace(
+            feature=torch.empty(blank.shape, device="meta"), image_grid_thw=torch.from_numpy(grid)
+        )
+    ]
+    engine_model = SimpleNamespace(
+        family=family,
+        model=model,
+        get_input_embeddings=lambda: model.get_input_embeddings(),
+    )
+    tokens = RlinfVlGeneral.get_image_feature(engine_model, items)
+    assert tokens.device.type == "meta" and tokens.ndim == 2
 
 
 def test_what_these_tests_are_for_is_seen_by_them(on_an_h100):
