@@ -147,7 +147,7 @@ async def calls_per_second(calls: int, clients: int) -> float:
             sampling,
             client,
             limits,
-            FirstCalls(client, 1, 0.0),
+            FirstCalls(client),
         )
         key = endpoint.open(session)
         await driver.run(AgentTask(problem, n_calls, 0), endpoint.url, key)

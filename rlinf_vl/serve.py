@@ -52,11 +52,14 @@ class ServedPolicy:
         """No images: there is no problem, and nothing is kept of a request."""
         return {}
 
+    def note_refusal(self) -> None:
+        """Do nothing: no other request waits for one that is refused."""
+
     async def complete(self, chat: ChatRequest) -> Reply:
         """Answer a request. Raises ChatError: it is refused, or the engine failed."""
         # A session of its own: what others ask must not become part of its conversation.
         state = RolloutState(Problem("chat", (), ""), secrets.randbits(31), 0, "")
-        first_calls = FirstCalls(self._client, 1, 0.0)
+        first_calls = FirstCalls(self._client)
         session = AgentSession(state, self._sampling, self._client, self._limits, first_calls)
         try:
             return await session.complete(chat)

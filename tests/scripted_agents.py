@@ -215,6 +215,18 @@ async def returns_a_list(task, client):
     return [1.0]
 
 
+async def refused(task, client):
+    """Agents 0 and 1 make a first call that is refused, by its form or by the run, and hang."""
+    import openai
+
+    options = [{"n": 2}, {"temperature": 0.123}, {}][min(task.seed, 2)]
+    try:
+        await client.chat.completions.create(model="policy", messages=[ask("What")], **options)
+    except openai.BadRequestError:
+        await asyncio.sleep(10**6)
+    return 1.0
+
+
 async def hangs(task, client):
     await asyncio.sleep(10**6)
 

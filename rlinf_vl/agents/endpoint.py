@@ -44,6 +44,10 @@ class Session(Protocol):
         """Answer a call. Raises ChatError: it is refused."""
         ...
 
+    def note_refusal(self) -> None:
+        """Note that a request with the key was refused."""
+        ...
+
     @property
     def images(self) -> MutableMapping[str, ImageRef]:
         """The images that messages may name, and those that were sent, by address."""
@@ -169,6 +173,7 @@ class Endpoint:
     async def _chat(self, request: Any) -> Any:
         from starlette.responses import StreamingResponse
 
+        session: Session | None = None
         try:
             session = self._session_of(request)
             body = await _body_of(request)
@@ -178,6 +183,8 @@ class Endpoint:
                 chat = await asyncio.to_thread(_parsed, body, session.images, session.video)
             reply = await session.complete(chat)
         except ChatError as error:
+            if session is not None:
+                session.note_refusal()
             return self.refuse(error)
         except Exception:  # a fault of ours must not be taken for the agent's
             log.exception("a call of an agent failed")

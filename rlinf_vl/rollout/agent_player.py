@@ -94,7 +94,7 @@ class AgentPlayer(GroupPlayer):
             session = f"{problem.id}#{next(self._session_numbers)}"
             episodes.append(RolloutState(problem, seed, group_seed, session))
         group = AgentGroup(problem, sampling, episodes, trained=trained)
-        group.first_calls = FirstCalls(self.client, len(episodes), PATIENCE_S)
+        group.first_calls = FirstCalls(self.client, PATIENCE_S)
         return group
 
     def submit_first_requests(self, groups: Sequence[RolloutGroup]) -> None:
@@ -113,13 +113,11 @@ class AgentPlayer(GroupPlayer):
     async def _play_turns(self, group: RolloutGroup, episode: RolloutState) -> None:
         """Run the episode's agent to its end, and record its result."""
         assert isinstance(group, AgentGroup) and group.first_calls is not None
+        place = group.episodes.index(episode)
+        # Only now: those that still wait for a permit can't call.
+        group.first_calls.expect(place)
         session = AgentSession(
-            episode,
-            group.sampling,
-            self.client,
-            self._limits,
-            group.first_calls,
-            group.episodes.index(episode),
+            episode, group.sampling, self.client, self._limits, group.first_calls, place
         )
         key = self.endpoint.open(session)
         task = AgentTask(episode.problem, episode.seed, episode.group_seed)
@@ -136,8 +134,7 @@ class AgentPlayer(GroupPlayer):
             agent.cancel()
             await asyncio.wait([agent])
             await session.close()
-            if not session.has_called:
-                group.first_calls.withdraw()
+            group.first_calls.withdraw(place)
             episode.metrics |= session.metrics
         # Nothing was sampled, so nothing could be trained: most often a wrong base URL.
         if not episode.turns:

@@ -161,6 +161,10 @@ class AgentSession:
                 raise _ended() from None
             raise
 
+    def note_refusal(self) -> None:
+        """Let the group's first calls wait for this agent no longer: it may never ask again."""
+        self._first_calls.withdraw(self._place)
+
     async def close(self) -> None:
         """End the session: running calls are cancelled, and further ones refused."""
         self._closed = True
@@ -169,11 +173,6 @@ class AgentSession:
         sessions = {call.state.session for call in self._calls} - {""}
         if sessions:
             self._client.engine.end_sessions(sorted(sessions))
-
-    @property
-    def has_called(self) -> bool:
-        """Whether the agent's first request was made."""
-        return bool(self._calls)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -14,20 +14,28 @@ from rlinf_vl.types import Completion, Request
 class FirstCalls:
     """The first requests of a group's agents.
 
-    They are submitted together once every agent has made its first call or has ended; some agents
-    are slow, so not later than `patience_s` after the first one, or as long after it as that took.
+    They are submitted together once every agent that holds a permit has made its first call or has
+    ended; some agents are slow, so not later than `patience_s` after the first one, or as long
+    after it as that took. Agents that still wait for a permit are not waited for.
     """
 
-    def __init__(self, client: GenerationClient, agents: int, patience_s: float) -> None:
-        """`agents` is the number of agents of the group."""
+    def __init__(self, client: GenerationClient, patience_s: float = 0.0) -> None:
         self._client, self._patience_s = client, patience_s
-        self._expected = agents
         self._loop = asyncio.get_running_loop()
-        self._start_time = self._loop.time()
+        self._start_time: float | None = None
+        #: Places of the agents that have begun and may still make a first call.
+        self._expected: set[int] = set()
+        self._is_gathering = True
         #: (place in the group, state, set when it is submitted)
         self._waiting: list[tuple[int, RolloutState, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._completions: list[asyncio.Future[Completion]] = []
+
+    def expect(self, place: int) -> None:
+        """Note that an agent has begun; the first one starts the clock."""
+        if self._start_time is None:
+            self._start_time = self._loop.time()
+        self._expected.add(place)
 
     async def submit(self, place: int, state: RolloutState) -> None:
         """Submit the request of `state`, perhaps shared; sets its completion and sample index.
@@ -40,19 +48,19 @@ class FirstCalls:
         """
         submitted: asyncio.Future[None] = self._loop.create_future()
         self._waiting.append((place, state, submitted))
+        self._expected.discard(place)
         # Who comes after the others were submitted is not waited for, and waits for nobody.
-        self._expected -= 1
-        if self._expected <= 0:
+        if not self._expected or not self._is_gathering:
             self._flush()
         elif self._timer is None:
-            elapsed_s = self._loop.time() - self._start_time
+            elapsed_s = self._loop.time() - (self._start_time or self._loop.time())
             self._timer = self._loop.call_later(max(self._patience_s, elapsed_s), self._flush)
         await submitted
 
-    def withdraw(self) -> None:
-        """Note that an agent has ended without a call."""
-        self._expected -= 1
-        if self._expected <= 0:
+    def withdraw(self, place: int) -> None:
+        """Note that an agent has ended, or that its first call was refused."""
+        self._expected.discard(place)
+        if self._waiting and not self._expected:
             self._flush()
 
     async def close(self) -> None:
@@ -66,7 +74,7 @@ class FirstCalls:
         if self._timer is not None:
             self._timer.cancel()
         # From now on a first call is submitted at once.
-        self._expected = 0
+        self._is_gathering = False
         waiting = sorted(self._waiting, key=lambda entry: entry[0])
         self._waiting = []
         shared: list[list[tuple[RolloutState, asyncio.Future[None]]]] = []

@@ -74,7 +74,7 @@ class Served:
 
     def session(self):
         state = RolloutState(PROBLEM, 7, session="s")
-        first_calls = FirstCalls(self.client, 1, 0.0)
+        first_calls = FirstCalls(self.client)
         return AgentSession(state, self.sampling, self.client, self.limits, first_calls)
 
     @asynccontextmanager

@@ -24,6 +24,7 @@ from PIL import Image
 from summaries import values
 
 from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.rollout import agent_player as agent_module
 from rlinf_vl.rollout.agent_session import _pixel_digest
 from rlinf_vl.types import GroupSummary
 
@@ -106,6 +107,24 @@ def test_equal_answers_to_equal_questions_are_each_trained(toy):
 def test_a_fault_is_its_own_trajectorys(toy, name, reason):
     (group,) = play(agent_player(toy, name, timeout_s=1.0), [[1, 2]], sampling_of(toy))
     assert all(t.error.startswith(f"environment: {reason}") for t in group.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "max_concurrent", "n_faults"),
+    [
+        pytest.param([2, 3, 4, 5], 2, 0, id="members-without-a-permit"),
+        pytest.param([0, 1, 2, 3], 4, 2, id="members-whose-first-call-is-refused"),
+    ],
+)
+def test_first_calls_wait_for_nobody_who_can_not_call(
+    toy, monkeypatch, seeds, max_concurrent, n_faults
+):
+    monkeypatch.setattr(agent_module, "PATIENCE_S", 600.0)
+    player = agent_player(toy, "refused", timeout_s=3.0, max_concurrent=max_concurrent)
+    (group,) = play(player, [seeds], sampling_of(toy))
+    errors = [trajectory.error for trajectory in group.trajectories]
+    assert [error is not None for error in errors] == [seed < 2 for seed in seeds], errors
+    assert sum(error is not None for error in errors) == n_faults
 
 
 def test_an_agent_that_loops_ends_at_its_limit_of_calls(toy):
