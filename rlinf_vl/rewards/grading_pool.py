@@ -28,6 +28,10 @@ import time
 
 from rlinf_vl.rewards.comparison import same
 
+#: Servers that a question is given to; one that ends before it replies says nothing of it.
+MAX_SERVERS = 5
+#: Seconds from the closing of an ending server's sockets to its end.
+EXIT_S = 0.05
 #: Address space of a worker beyond the server's (some 60 MiB of it resident).
 MEMORY_BYTES = 100 << 20
 
@@ -68,40 +72,75 @@ class GradingPool:
 
         Raises:
             GradingTimeout: the worker was ended by its limits, or the server hangs.
-            GradingError: the worker died otherwise, and so did a second one.
+            GradingError: the worker died otherwise, and so did a second one; or `MAX_SERVERS`
+                servers did.
             RuntimeError: the server can't be started.
         """
-        for _ in range(2):
-            with self._lock:
-                questions = self._server()
-            begin = time.monotonic()
-            try:
-                reply = self._ask(questions, json.dumps([response, answer]).encode())
-            except OSError:  # the server is gone or hangs
-                reply = None
+        question = json.dumps([response, answer]).encode()
+        worker_deaths = 0
+        for _ in range(MAX_SERVERS):
+            # Before the clock starts: a question that queues is not late, and may get a new server.
+            with self._slots:
+                with self._lock:
+                    questions = self._server()
+                begin = time.monotonic()
+                try:
+                    reply = self._ask(questions, question)
+                except TimeoutError:
+                    self.close(questions)  # it hangs
+                    raise GradingTimeout(
+                        f"no verdict in {time.monotonic() - begin:.1f} s: {response[:80]!r}"
+                    ) from None
+                except OSError:
+                    self.close(questions)
+                    continue
+                seconds = time.monotonic() - begin
             if reply == b"m":
                 raise GradingTimeout(f"no verdict within the limit of memory: {response[:80]!r}")
             if reply:
                 return reply == b"1"
-            seconds = time.monotonic() - begin
+            if self._is_gone(questions):
+                continue
             # A worker that died early crashed and is tried again; one that died late hit a limit.
             # Half of the limit tells them apart, since the kernel's timers are not exact.
-            is_timeout = seconds > self.limit_s / 2
-            if reply is None or not is_timeout:
-                self.close(questions)
-            if is_timeout:
+            if seconds > self.limit_s / 2:
                 raise GradingTimeout(f"no verdict in {seconds:.1f} s: {response[:80]!r}")
-        raise GradingError(f"the grading worker died twice: {response[:80]!r}")
+            self.close(questions)
+            worker_deaths += 1
+            if worker_deaths == 2:
+                raise GradingError(f"the grading worker died twice: {response[:80]!r}")
+        raise GradingError(f"the grading server died {MAX_SERVERS} times: {response[:80]!r}")
 
     def _ask(self, questions: socket.socket, question: bytes) -> bytes:
-        """Return the worker's reply; b"" if it died without one."""
+        """Return the worker's reply; b"" if it died without one.
+
+        Raises:
+            TimeoutError: there is none in time.
+            OSError: the server is gone, or takes no question: this one was not sent.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with self._slots, ours:
+        with ours:
             with theirs:
-                socket.send_fds(questions, [question], [theirs.fileno()])
+                try:
+                    socket.send_fds(questions, [question], [theirs.fileno()])
+                except TimeoutError as error:
+                    raise ConnectionError("the server takes no question") from error
             # Longer, so that the worker's timer ends first.
             ours.settimeout(self.wall_limit_s + 0.5)
             return ours.recv(1)
+
+    def _is_gone(self, questions: socket.socket) -> bool:
+        """Return whether a server has ended: a question without a reply may be unread."""
+        with self._lock:
+            process, is_replaced = self._process, self._questions is not questions
+        if is_replaced or process is None:
+            return is_replaced
+        try:
+            # Its sockets close a moment before its end can be seen.
+            process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _server(self) -> socket.socket:
         """Return the socket for questions; start the server first if none is alive."""

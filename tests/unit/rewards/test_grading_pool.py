@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_a_server_that_was_killed_is_replaced_without_a_wrong_verdict(
     monkeypatch.setattr(pool, "limit_s", 30)  # nothing is late
     os.kill(pool._process.pid, signal.SIGKILL)
     assert pool.same(r"\sqrt{4}", "2")
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["queued", "sent"])
+def test_a_question_that_no_worker_got_is_asked_again(
+    pool: GradingPool, monkeypatch, is_sent: bool
+) -> None:
+    """Whether it queues while the server dies, or lies unread in the server's socket."""
+    slots = threading.Semaphore(1)
+    monkeypatch.setattr(pool, "_slots", slots)
+    pid = pool._process.pid
+    if is_sent:
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        slots.acquire()
+    with ThreadPoolExecutor(1) as threads:
+        verdict = threads.submit(pool.same, r"\sqrt{25}", "5")
+        time.sleep(pool.limit_s)
+        os.kill(pid, signal.SIGKILL)
+        if not is_sent:
+            slots.release()
+        assert verdict.result(60)
 
 
 def test_two_dead_workers_are_no_verdict(monkeypatch) -> None:
