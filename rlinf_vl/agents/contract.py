@@ -173,4 +173,16 @@ def result_of(returned: Any) -> AgentResult:
             raise ValueError(f"it gave {name} {value!r}, which is no finite number")
     if not isinstance(returned.answer, str | None):
         raise TypeError(f"it gave the answer {returned.answer!r}, which is no text")
-    return returned
+    # Plain types only: the result may have to leave the process that knows the user's classes.
+    return AgentResult(
+        None if returned.reward is None else float(returned.reward),
+        None if returned.answer is None else str.__str__(returned.answer),
+        _plain_numbers(returned.call_rewards),
+        None if returned.correct is None else bool(returned.correct),
+        _plain_numbers(returned.reward_parts),
+        _plain_numbers(returned.metrics),
+    )
+
+
+def _plain_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in numbers.items()}

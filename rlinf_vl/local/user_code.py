@@ -85,8 +85,13 @@ class DirectExecutor:
         """Return 0: a call that hangs holds up its caller."""
         return 0
 
-    async def call(self, function: Callable[[], Any], on_begin: Callable[[Future], None]) -> Any:
-        """Call a function or coroutine function and return its result.
+    async def call(
+        self,
+        function: Callable[[], Any],
+        on_begin: Callable[[Future], None],
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Call a function or coroutine function and return its result, without a limit.
 
         Raises as `ThreadExecutor.call`.
         """

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rlinf_vl.envs import Env
 from rlinf_vl.observe.spans import span
@@ -47,6 +47,19 @@ class CallTimeout(Exception):
     """A call has not returned in time."""
 
 
+@runtime_checkable
+class HasProcess(Protocol):
+    """An environment in another process.
+
+    Attributes:
+        start_limit_s: limit on the start of the process.
+    """
+
+    start_limit_s: float
+
+    async def wait_for_process(self) -> None: ...
+
+
 class EnvExecutor(Protocol):
     """Runs the calls of many environments, as `ThreadExecutor` does.
 
@@ -59,7 +72,10 @@ class EnvExecutor(Protocol):
     @property
     def hung(self) -> int: ...
     async def call(
-        self, function: Callable[[], Any], on_begin: Callable[[Future], None]
+        self,
+        function: Callable[[], Any],
+        on_begin: Callable[[Future], None],
+        timeout_s: float | None = None,
     ) -> Any: ...
     def begin_close(self, function: Callable[[], Any]) -> Future: ...
 
@@ -83,35 +99,43 @@ class ThreadExecutor:
         self._loop: asyncio.AbstractEventLoop | None = None  # runs coroutine functions
         self._loop_thread: threading.Thread | None = None
 
-    async def call(self, function: Callable[[], Any], on_begin: Callable[[Future], None]) -> Any:
+    async def call(
+        self,
+        function: Callable[[], Any],
+        on_begin: Callable[[Future], None],
+        timeout_s: float | None = None,
+    ) -> Any:
         """Call a function or coroutine function and return its result.
 
         Args:
             on_begin: called with the call's future when the call begins.
+            timeout_s: the limit of this call; None for the executor's.
 
         Raises:
-            CallTimeout: the call did not return within `timeout_s`.
+            CallTimeout: the call did not return in time.
             Exception: what the function raised. SystemExit, StopIteration and the like are
                 replaced by RuntimeError.
         """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if inspect.iscoroutinefunction(function):
-            future = self.begin(function)
+            future = self.begin(function, timeout_s)
             on_begin(future)
-            loop, in_time = self._loop, await wait_done(future, self.timeout_s + CANCEL_S)
+            loop, in_time = self._loop, await wait_done(future, timeout_s + CANCEL_S)
             if not in_time and loop is not None:
                 # `_in_time` should have cancelled the coroutine. If the loop itself does not
                 # respond, a coroutine blocks it: later calls get a new loop.
                 echo = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
                 if not await wait_done(echo, CANCEL_S) and self._loop is loop:
                     self._loop = None
+                    loop.call_soon_threadsafe(_end_when_idle, loop)
         else:
             # Only a call's first moments count for the limit: one that waits (for a server, say)
             # leaves the interpreter to others.
             async with self._call_limit():
                 future = self.begin(function)
                 on_begin(future)
-                await wait_done(future, min(WAITING_S, self.timeout_s))
-            in_time = await wait_done(future, self.timeout_s - WAITING_S)
+                await wait_done(future, min(WAITING_S, timeout_s))
+            in_time = await wait_done(future, timeout_s - WAITING_S)
         if not in_time:
             with self._lock:
                 self._timed_out += 1
@@ -144,17 +168,18 @@ class ThreadExecutor:
             self._closing.append((time.monotonic() + self.timeout_s, future))
         return future
 
-    def begin(self, function: Callable[[], Any]) -> Future:
-        """Begin a call without waiting for it. Thread-safe."""
+    def begin(self, function: Callable[[], Any], timeout_s: float | None = None) -> Future:
+        """Begin a call without waiting for it; `timeout_s` limits a coroutine. Thread-safe."""
         if inspect.iscoroutinefunction(function):
             with self._lock:
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
                     self._loop_thread = threading.Thread(
-                        target=self._loop.run_forever, name="environments", daemon=True
+                        target=_run_loop, args=(self._loop,), name="environments", daemon=True
                     )
                     self._loop_thread.start()
-                return asyncio.run_coroutine_threadsafe(self._in_time(function()), self._loop)
+                limited = self._in_time(function(), timeout_s or self.timeout_s)
+                return asyncio.run_coroutine_threadsafe(limited, self._loop)
         future: Future = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -166,9 +191,9 @@ class ThreadExecutor:
             threading.Thread(target=self._work, name="environment", daemon=True).start()
         return future
 
-    async def _in_time(self, coroutine: Coroutine) -> Any:
+    async def _in_time(self, coroutine: Coroutine, timeout_s: float) -> Any:
         """Await a coroutine for `timeout_s`. A TimeoutError of its own stays one."""
-        limit = asyncio.timeout(self.timeout_s)
+        limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
                 return await coroutine
@@ -203,6 +228,23 @@ class ThreadExecutor:
     def _on_late_return(self, _: Future) -> None:
         with self._lock:
             self._timed_out -= 1
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, and close it with its sockets."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _end_when_idle(loop: asyncio.AbstractEventLoop) -> None:
+    """Stop a loop that was replaced once its last calls, which may still succeed, have ended."""
+    if asyncio.all_tasks(loop):
+        loop.call_later(CANCEL_S, _end_when_idle, loop)
+    else:
+        loop.stop()
 
 
 class Semaphore:
@@ -257,6 +299,9 @@ class EnvHandle:
             self.env = make_env()
 
         await self._call(make)
+        # Of an environment in another process, which may have to start: a limit of its own.
+        if isinstance(self.env, HasProcess):
+            await self._call(self.env.wait_for_process, self.env.start_limit_s)
 
     async def call(self, method: str, argument: Any, process: Callable[[Any], Any]) -> Any:
         """Call a method of the environment, and return `process(its result)`.
@@ -276,12 +321,12 @@ class EnvHandle:
 
         return await self._call(call_and_process)
 
-    async def _call(self, function: Callable[[], Any]) -> Any:
-        """Call a function with the time limit of the executor."""
+    async def _call(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """Call a function with a time limit, None for the executor's."""
         if self._executor is None:
             return function()
         try:
-            return await self._executor.call(function, on_begin=self._note_call)
+            return await self._executor.call(function, self._note_call, timeout_s)
         except CallTimeout:
             self.hung = True
             raise

@@ -20,7 +20,7 @@ from rlinf_vl.envs.registry import SINGLE
 from rlinf_vl.rollout.env_executor import EnvHandle, ThreadExecutor
 from rlinf_vl.rollout.env_makers import env_maker_of
 from rlinf_vl.rollout.loop_bridge import wait_done
-from rlinf_vl.rollout.observation import image_of_array
+from rlinf_vl.rollout.observation import image_of_array, portable_result
 from rlinf_vl.rollout.user_process import ProcessDied, UserProcess, UserProcessPool
 from rlinf_vl.types import Message, Problem
 
@@ -52,16 +52,27 @@ class ProcessEnvMaker:
 
 
 class ProcessEnv:
-    """An environment in another process, an `Env`."""
+    """An environment in another process, an `Env`.
+
+    Attributes:
+        start_limit_s: limit on the start of the process.
+    """
 
     def __init__(self, pool: UserProcessPool, seed: int, group_seed: int) -> None:
         self._pool, self._seeds = pool, (seed, group_seed)
+        self.start_limit_s = pool.start_limit_s
         self._number = next(_numbers)
         self._process: UserProcess | None = None
 
-    async def start(self, problem: Problem) -> Sequence[Message]:
+    async def wait_for_process(self) -> None:
+        """Wait for a process, which may have to start."""
         # An environment stays where it was started: its state is there.
-        self._process = self._pool.acquire()
+        self._process = await self._pool.acquire()
+
+    async def start(self, problem: Problem) -> Sequence[Message]:
+        if self._process is None:
+            await self.wait_for_process()
+        assert self._process is not None
         return await self._process.call("start", self._number, problem, *self._seeds)
 
     async def step(self, response: str) -> StepResult:
@@ -111,7 +122,8 @@ class EnvHost:
 
 
 def _encoded_result(result: StepResult) -> StepResult:
-    return replace(result, messages=_encoded(result.messages))
+    # Its own `info`, too, may hold objects of classes that the worker does not know.
+    return replace(portable_result(result), messages=_encoded(result.messages))
 
 
 def _encoded(messages: Iterable[Message]) -> list[Message]:
@@ -120,6 +132,8 @@ def _encoded(messages: Iterable[Message]) -> list[Message]:
 
 
 def _encoded_part(part: Any) -> Any:
+    if isinstance(part, str):
+        return str.__str__(part)  # of a subclass, too
     if isinstance(part, dict):
         return {name: _encoded_part(value) for name, value in part.items()}
     if isinstance(part, list | tuple):

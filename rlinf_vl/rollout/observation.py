@@ -149,6 +149,22 @@ def plain_result(result: StepResult) -> StepResult:
     return replace(result, reward=reward, done=bool(result.done), info=plain_info)
 
 
+def portable_result(result: StepResult) -> StepResult:
+    """Check a step's result, and return it with an `info` of plain types for another process.
+
+    `plain_result` makes the same of it there.
+
+    Raises:
+        Exception: as `plain_result`.
+    """
+    plain = plain_result(result)
+    info = dict(plain.info)
+    facts = json.loads(info.pop("facts") or "{}")
+    if info["answer"] is not None:
+        info["answer"] = str.__str__(info["answer"])
+    return replace(plain, info=info | facts)
+
+
 def _floats(numbers: Any) -> dict[str, float]:
     return {str(name): float(value) for name, value in dict(numbers).items()}
 

@@ -1,18 +1,23 @@
 """A process for users' code, so that a crash or a call that never returns ends it and not the engine.
 
 The process holds one object, and runs its coroutine methods, many at a time. Frames on a socket
-carry the calls and their outcomes, pickled. Run as a module, this file is the process.
+carry the calls and their outcomes, pickled; an outcome is of plain types and of classes of this
+package, because users' classes exist in their process only. Run as a module, this file is the
+process.
 
 Invariants:
-- A call ends with its outcome, with `ProcessDied`, or after its time limit with `CallTimeout`.
+- A call ends with its outcome, with `ProcessDied`, or after its time limit with `CallTimeout`,
+  which begins when the process is ready.
+- An outcome that can't be read is an error of its call alone.
 - The process ends with the one that started it, however that ends.
 """
 
 import asyncio
 import contextlib
-import ctypes
+import io
 import itertools
 import logging
+import math
 import os
 import pickle
 import signal
@@ -20,13 +25,16 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from rlinf_vl.rewards import GradingError
+from rlinf_vl.rollout.daemon_thread import in_daemon_thread
 from rlinf_vl.rollout.env_executor import CallTimeout, plain_error
-from rlinf_vl.rollout.faults import UserCodeError
+from rlinf_vl.rollout.faults import UserCodeError, error_text
+from rlinf_vl.user_code import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +44,21 @@ STUCK_S = 5.0
 MOST_HUNG = 8
 #: Seconds that a killed process has to be gone.
 CLOSE_S = 5.0
+#: Seconds that a process has to start, which imports the users' files and all that they import.
+START_S = 300.0
+#: Seconds for which a place of a pool whose process did not start gets no calls if others can.
+RETRY_S = 30.0
+#: Seconds after a process's end in which its last outcomes are read.
+DRAIN_S = 1.0
 #: Length of a frame, before the frame.
 _LENGTH = struct.Struct("!Q")
-_PR_SET_PDEATHSIG = 1
+#: An outcome's call and the number of hung calls, before its pickled value and error.
+_OUTCOME = struct.Struct("!qQ")
+#: In place of a call's number in the frame that says that the process is ready.
+_READY = -1
+#: Modules with the classes of an outcome, beside this package's own; numpy's make its arrays.
+_PLAIN_MODULES = ("collections", "datetime", "decimal", "pathlib", "uuid", "numpy")
+_PLAIN_BUILTINS = ("bytearray", "complex", "frozenset", "range", "set", "slice")
 
 
 class ProcessDied(Exception):
@@ -51,6 +71,7 @@ class UserProcess:
     Attributes:
         hung: number of calls beyond their limit that still run there.
         users: number of those that have acquired it of a pool.
+        is_ready: whether it has started and takes calls.
     """
 
     def __init__(self, make: Callable[[], Any], timeout_s: float) -> None:
@@ -58,14 +79,15 @@ class UserProcess:
         Args:
             make: can be pickled; returns an object with coroutine methods, which limit their own
                 time to `timeout_s`, and with `hung`.
-            timeout_s: limit on a call.
+            timeout_s: limit on a call, without the start.
         """
         self.hung = self.users = 0
+        self.is_ready = False
         self._make, self._timeout_s = make, timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._outcomes: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._check: asyncio.Task[None] | None = None
@@ -84,6 +106,7 @@ class UserProcess:
             ProcessDied: the process has ended.
             GradingError, UserCodeError: what the method raised.
         """
+        await self.start()
         try:
             async with asyncio.timeout(self._timeout_s + STUCK_S):
                 return await self._call(method, *arguments)
@@ -96,6 +119,15 @@ class UserProcess:
             if isinstance(error, TimeoutError):
                 raise CallTimeout from error
             raise
+
+    async def start(self) -> None:
+        """Wait until the process takes calls. Raises ProcessDied: it did not start, or has ended."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        # Shielded: others wait for the start, too.
+        await asyncio.shield(self._starting)
+        if self._ending:
+            raise ProcessDied(f"lost its process, which had ended {self._ending}")
 
     def kill(self) -> None:
         """End the process, and its calls with `ProcessDied`."""
@@ -111,10 +143,6 @@ class UserProcess:
                 self._process.wait(CLOSE_S)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
-        # Shielded: others wait for the start, too.
-        await asyncio.shield(self._starting)
         if self._ending:
             raise ProcessDied(f"lost its process, which had ended {self._ending}")
         number = next(self._numbers)
@@ -126,46 +154,68 @@ class UserProcess:
             del self._outcomes[number]
 
     async def _start(self) -> None:
+        """Start the process; a failure is in `_ending`, and an error of its calls."""
+        ready = self._outcomes[_READY] = asyncio.get_running_loop().create_future()
+        try:
+            await self._launch()
+            async with asyncio.timeout(START_S):
+                await ready
+            self.is_ready = True
+        except ProcessDied:
+            pass  # `_ending` says how
+        except TimeoutError:
+            self._ending = f"its start after {START_S:g} s without a sign of life"
+            self.kill()
+        except Exception as error:
+            self._ending = f"before its start: {error_text(error)}"
+            self.kill()
+        finally:
+            del self._outcomes[_READY]
+
+    async def _launch(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C is for the run, which ends this process itself.
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    # Ctrl-C is for the run, which ends this process itself.
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
         reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._watching = asyncio.ensure_future(self._watch(self._process, reader, self._writer))
         self._send(self._make)
-        self._reading = asyncio.ensure_future(self._read(reader))
 
     def _send(self, message: Any) -> None:
         assert self._writer is not None
-        self._writer.write(_frame(message))
+        self._writer.write(_frame(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand out outcomes until the process ends."""
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                frame = await _next_frame(reader)
-                try:
-                    number, self.hung, value, error = pickle.loads(frame)
-                except Exception:
-                    # Nobody knows whose outcome it is: end all calls rather than let one wait.
-                    log.exception("an outcome of users' code can't be read")
-                    self.kill()
-                    continue
-                outcome = self._outcomes.get(number)
-                if outcome is None or outcome.done():
-                    continue
-                if error is None:
-                    outcome.set_result(value)
-                else:
-                    outcome.set_exception(error)
-        assert self._process is not None and self._writer is not None
-        self._writer.close()
-        code = await asyncio.to_thread(self._process.wait)
-        self._ending = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.hung = 0
+    async def _watch(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Hand out outcomes until the process ends, then end the calls that have none."""
+        reading = asyncio.ensure_future(self._read(reader))
+        # The socket may outlive the process in what that has forked, so the process is watched.
+        exit_code = asyncio.ensure_future(in_daemon_thread(process.wait))
+        await asyncio.wait([reading, exit_code], return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            self.kill()
+        code = await exit_code
+        await asyncio.wait([reading], timeout=DRAIN_S)
+        reading.cancel()
+        writer.close()
+        # The reason of a failed start stays.
+        if not self._ending:
+            self._ending = (
+                f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            )
+        self.hung, self.is_ready = 0, False
         unanswered = [outcome for outcome in self._outcomes.values() if not outcome.done()]
         for outcome in unanswered:
             outcome.set_exception(
@@ -173,6 +223,24 @@ class UserProcess:
                     f"lost its process, which ended {self._ending} in {len(unanswered)} calls"
                 )
             )
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand out outcomes until the stream ends."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                frame = await _next_frame(reader)
+                number, self.hung = _OUTCOME.unpack_from(frame)
+                outcome = self._outcomes.get(number)
+                if outcome is None or outcome.done():
+                    continue
+                try:
+                    value, error = _PlainUnpickler(io.BytesIO(frame[_OUTCOME.size :])).load()
+                except Exception as unreadable:
+                    value, error = None, UserCodeError.of(unreadable)
+                if error is None:
+                    outcome.set_result(value)
+                else:
+                    outcome.set_exception(error)
 
     def _check_soon(self) -> None:
         """Look whether the process still answers, and end it if it does not."""
@@ -190,12 +258,19 @@ class UserProcess:
 
 
 class UserProcessPool:
-    """Processes for users' code, started when calls come; the least used one is taken."""
+    """Processes for users' code, started when calls come; the least used one is taken.
+
+    Attributes:
+        start_limit_s: longest wait for a process: each may take `START_S` to fail.
+    """
 
     def __init__(self, make: Callable[[], Any], timeout_s: float, size: int) -> None:
         """`make` and `timeout_s` are `UserProcess`'; `size` is the number of processes."""
+        self.start_limit_s = START_S * (size + 1)
         self._make_process = lambda: UserProcess(make, timeout_s)
         self._usable = [self._make_process() for _ in range(size)]
+        #: When the last start failed, by place.
+        self._failure_times = [-math.inf] * size
         #: Processes in which calls hang, until nobody uses them.
         self._retired: list[UserProcess] = []
 
@@ -206,22 +281,47 @@ class UserProcessPool:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method in one of the processes, as `UserProcess.call`."""
-        process = self.acquire()
+        process = await self.acquire()
         try:
             return await process.call(method, *arguments)
         finally:
             self.release(process)
 
-    def acquire(self) -> UserProcess:
-        """Return the process with the fewest users; those that take no calls are replaced."""
-        for number, process in enumerate(self._usable):
+    async def acquire(self) -> UserProcess:
+        """Return the started process with the fewest users; those that take no calls are replaced.
+
+        Raises:
+            ProcessDied: no process starts.
+        """
+        while True:
+            place = self._next_place()
+            process = self._usable[place]
+            process.users += 1
+            try:
+                await process.start()
+                return process
+            except BaseException as error:
+                self.release(process)
+                if not isinstance(error, ProcessDied):
+                    raise
+                self._failure_times[place] = time.monotonic()
+                if not any(other.is_ready for other in self._usable):
+                    raise
+
+    def _next_place(self) -> int:
+        """Return the place of the process for the next user; replace those that take no calls."""
+        for place, process in enumerate(self._usable):
             if not process.is_usable:
                 self._retired.append(process)
-                self._usable[number] = self._make_process()
-        process = min(self._usable, key=lambda process: process.users)
-        process.users += 1
+                self._usable[place] = self._make_process()
         self._end_retired()
-        return process
+        # A place whose process does not start has no users, and would attract every call.
+        failed_after = time.monotonic() - RETRY_S
+
+        def order(place: int) -> tuple[bool, int]:
+            return self._failure_times[place] > failed_after, self._usable[place].users
+
+        return min(range(len(self._usable)), key=order)
 
     def release(self, process: UserProcess) -> None:
         """Note that one user of a process less is there."""
@@ -239,8 +339,21 @@ class UserProcessPool:
             self._retired.remove(process)
 
 
-def _frame(message: Any) -> bytes:
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+class _PlainUnpickler(pickle.Unpickler):
+    """An unpickler of outcomes, which refuses users' classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        package = module.partition(".")[0]
+        is_plain = package in (*_PLAIN_MODULES, "rlinf_vl")
+        if is_plain or module == "builtins" and name in _PLAIN_BUILTINS:
+            return super().find_class(module, name)
+        raise TypeError(
+            f"its result holds an object of {module}.{name}; return plain types (numbers, strings, "
+            "lists, dictionaries, numpy arrays)"
+        )
+
+
+def _frame(data: bytes) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
@@ -269,21 +382,30 @@ class _Calls:
         try:
             if method != "ping":
                 value = await getattr(self._target, method)(*arguments)
-        except (CallTimeout, GradingError) as raised:  # which mean something to the caller
-            error = raised
+        except CallTimeout:
+            error = CallTimeout()
+        except GradingError as raised:
+            # Of the base class: the user's may be one that only this process knows.
+            error = GradingError(str(raised))
         except BaseException as raised:
             error = UserCodeError.of(plain_error(raised))
-        try:
-            frame = _frame((number, self._target.hung, value, error))
-        except Exception as raised:  # a result of the user's that can't be pickled
-            frame = _frame((number, self._target.hung, None, UserCodeError.of(raised)))
-        self._writer.write(frame)
+        self._writer.write(_outcome_frame(number, self._target.hung, value, error))
         await self._writer.drain()
+
+
+def _outcome_frame(number: int, hung: int, value: Any, error: Exception | None) -> bytes:
+    """Return the frame of a call's outcome; its number stands apart, where it can always be read."""
+    try:
+        data = pickle.dumps((value, error), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as raised:  # a result of the user's that can't be pickled
+        data = pickle.dumps((None, UserCodeError.of(raised)), protocol=pickle.HIGHEST_PROTOCOL)
+    return _frame(_OUTCOME.pack(number, hung) + data)
 
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     target = pickle.loads(await _next_frame(reader))()
+    writer.write(_outcome_frame(_READY, 0, None, None))
     calls = _Calls(target, writer)
     while True:
         calls.begin(*pickle.loads(await _next_frame(reader)))
@@ -293,9 +415,9 @@ def main() -> None:
     """Run calls until the other end of the socket is closed."""
     descriptor, parent = (int(text) for text in sys.argv[1:])
     # Whatever ends the parent, nothing of it may be left.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+    end_with_parent(parent)
+    # Else a command that the user's code starts keeps it open when this process has ended.
+    os.set_inheritable(descriptor, False)
     # For `module:name` in a config, as in the parent.
     sys.path.append(os.getcwd())
     try:

@@ -1,6 +1,7 @@
 """User code: functions, classes and objects that a name in a config leads to."""
 
 from rlinf_vl.user_code.names import CodeError, Signature, check_code, is_code, load_code
+from rlinf_vl.user_code.parent import end_with_parent
 from rlinf_vl.user_code.texts import collect_code, pickled
 
 __all__ = [
@@ -8,6 +9,7 @@ __all__ = [
     "Signature",
     "check_code",
     "collect_code",
+    "end_with_parent",
     "is_code",
     "load_code",
     "pickled",

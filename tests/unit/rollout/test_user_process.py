@@ -2,8 +2,10 @@
 
 import asyncio
 import ctypes
+import io
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,11 +15,19 @@ from functools import partial
 import psutil
 import pytest
 
+from rlinf_vl.agents.contract import AgentResult, result_of
+from rlinf_vl.envs import StepResult
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rollout import user_process
 from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
 from rlinf_vl.rollout.faults import FaultLog, UserCodeError
-from rlinf_vl.rollout.user_process import ProcessDied, UserProcess, UserProcessPool
+from rlinf_vl.rollout.observation import plain_result, portable_result
+from rlinf_vl.rollout.user_process import (
+    ProcessDied,
+    UserProcess,
+    UserProcessPool,
+    _PlainUnpickler,
+)
 
 TIMEOUT_S = 20.0
 #: Seconds after which something will not happen any more.
@@ -59,6 +69,46 @@ class Wild:
 
     async def unpicklable(self):
         return lambda: None
+
+    async def own_class(self):
+        # A class that the parent can't import: there the file is no module.
+        return {"reward": OwnNumber(0.5)}
+
+    async def own_error(self):
+        raise OwnError(1, 2)
+
+    async def leave_a_child(self):
+        """Return when a child has the socket, and end soon after it."""
+        if not os.fork():
+            time.sleep(600)
+        asyncio.get_running_loop().call_later(0.2, os._exit, 7)
+
+
+class OwnNumber(float):
+    """A number of a user's class."""
+
+
+class OwnError(GradingError):
+    """An error that can't be made from its text alone."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} of {second}")
+
+
+class SlowStart(Wild):
+    """Users' code with an import that takes longer than a call may."""
+
+    def __init__(self, timeout_s):
+        time.sleep(2 * timeout_s)
+        super().__init__(timeout_s)
+
+
+class FailsOnce(Wild):
+    """Users' code that can't be imported as long as there is no such file."""
+
+    def __init__(self, path):
+        os.stat(path)
+        super().__init__()
 
 
 @pytest.fixture
@@ -127,6 +177,7 @@ def test_a_call_that_holds_the_interpreter_costs_its_process(stuck_s):
 
 def test_a_call_that_is_given_up_finds_a_stuck_process_too(stuck_s):
     async def test(pool):
+        await pool.call("pid")  # a call that is given up before the start is never sent
         call = asyncio.ensure_future(pool.call("hold_interpreter"))
         await asyncio.sleep(1.0)
         waiting = asyncio.ensure_future(pool.call("wait", 0.0))
@@ -179,6 +230,89 @@ def test_errors_come_with_the_lines_of_the_users_code(caplog):
     assert (
         'raise KeyError("mine")' in caplog.text and "KeyError: 'mine' (logged once)" in caplog.text
     )
+
+
+def test_a_result_of_a_users_class_is_an_error_of_its_call_alone():
+    async def test(pool):
+        first = await pool.call("pid")
+        waiting = asyncio.ensure_future(pool.call("wait", 1.0))
+        with pytest.raises(UserCodeError, match="OwnNumber; return plain types"):
+            await pool.call("own_class")
+        with pytest.raises(GradingError, match="1 of 2"):
+            await pool.call("own_error")
+        assert await waiting == 1.0 and await pool.call("pid") == first
+
+    run(test)
+
+
+def test_results_leave_their_process_with_plain_types():
+    """Of agents and of environments, whose `info` may hold anything."""
+
+    class Text(str):
+        pass
+
+    agent = AgentResult(OwnNumber(0.5), Text("x"), {Text("a"): OwnNumber(1)}, metrics={"n": 2})
+    info = {
+        "metrics": {"n": OwnNumber(2)},
+        "answer": Text("x"),
+        "state": Text("s"),
+        "tool_calls": [{"name": Text("f")}],
+        "unread": OwnNumber(1),
+    }
+    step = StepResult((), OwnNumber(0.5), True, info)
+    for result in (result_of(agent), portable_result(step)):
+        loaded = _PlainUnpickler(io.BytesIO(pickle.dumps(result))).load()
+        assert loaded == result
+    assert plain_result(portable_result(step)) == plain_result(step)
+
+
+def test_a_death_is_seen_though_a_child_holds_the_socket():
+    async def test(pool):
+        await pool.call("leave_a_child")
+        start = time.monotonic()
+        with pytest.raises(ProcessDied, match="exit code 7"):
+            await pool.call("wait", 600.0)
+        assert time.monotonic() - start < TIMEOUT_S
+
+    run(test)
+
+
+def test_a_slow_start_takes_nothing_from_a_calls_limit(monkeypatch):
+    monkeypatch.setattr(user_process, "STUCK_S", 0.2)
+
+    async def main():
+        pool = UserProcessPool(partial(SlowStart, 1.0), 1.0, 1)
+        try:
+            return await pool.call("wait", 0.0)
+        finally:
+            pool.close()
+
+    assert asyncio.run(main()) == 0.0
+
+
+def test_a_place_whose_process_does_not_start_attracts_no_calls(tmp_path, monkeypatch):
+    path = tmp_path / "needed"
+
+    async def main():
+        pool = UserProcessPool(partial(FailsOnce, str(path)), TIMEOUT_S, 2)
+        try:
+            with pytest.raises(ProcessDied, match="exit code 1"):
+                await pool.call("pid")
+            path.touch()
+            pid = await pool.call("pid")
+            path.unlink()
+            # A user holds it, so the empty place would be the least used one.
+            busy = await pool.acquire()
+            assert [await pool.call("pid") for _ in range(3)] == [pid] * 3
+            path.touch()
+            pool.release(busy)
+            monkeypatch.setattr(user_process, "RETRY_S", 0.0)
+            pids = await asyncio.gather(*(pool.call("pid") for _ in range(4)))
+            assert len(set(pids)) == 2, "the place is tried again"
+        finally:
+            pool.close()
+
+    asyncio.run(main())
 
 
 def test_it_ends_with_the_process_that_started_it():
