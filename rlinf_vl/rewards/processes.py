@@ -36,10 +36,12 @@ from rlinf_vl.rewards.forms import SIGNATURE, RewardFunction
 from rlinf_vl.rewards.grading_pool import GradingError, GradingTimeout, limit_memory
 from rlinf_vl.rewards.result import Answer, Result
 from rlinf_vl.types import Problem
-from rlinf_vl.user_code import load_code
+from rlinf_vl.user_code import end_with_parent, load_code
 
 #: Seconds for a process to start, which imports the functions' files and all that they import.
 START_TIMEOUT_S = 300.0
+#: Seconds between two looks whether a process that computes is still there.
+LOOK_S = 0.5
 #: Largest number of tracebacks that a pool prints; equal errors are printed once.
 MAX_TRACEBACKS = 10
 #: Seconds of processor time per core beyond a call's limit, after which the kernel ends a process:
@@ -206,7 +208,7 @@ class _Process:
         self._pipe, child_end = Pipe()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from rlinf_vl.rewards.processes import serve; serve({child_end.fileno()})"
+            f"from rlinf_vl.rewards.processes import serve; serve({child_end.fileno()}, {os.getpid()})"
         )
         with child_end:
             self._process = subprocess.Popen(
@@ -220,7 +222,7 @@ class _Process:
         first_reply = b"it died"
         try:
             self._pipe.send_bytes(setup)
-            if self._pipe.poll(START_TIMEOUT_S):
+            if self._wait_for_reply(START_TIMEOUT_S):
                 first_reply = self._pipe.recv_bytes()
             else:
                 first_reply = b"nothing within %d s" % START_TIMEOUT_S
@@ -243,7 +245,7 @@ class _Process:
         try:
             self._pipe.send_bytes(request)
             # One second more, so that coroutines reach their own timeout first.
-            if not self._pipe.poll(limits.timeout_s + 1.0):
+            if not self._wait_for_reply(limits.timeout_s + 1.0):
                 self.end()
                 raise GradingTimeout(f"no result within reward.timeout={limits.timeout_s:g} s")
             replies, tracebacks = json.loads(self._pipe.recv_bytes())
@@ -260,6 +262,17 @@ class _Process:
         return [
             GradingError(reply) if isinstance(reply, str) else Result(*reply) for reply in replies
         ]
+
+    def _wait_for_reply(self, timeout_s: float) -> bool:
+        """Return whether a reply came in time. Raises EOFError: the process has ended."""
+        deadline = time.monotonic() + timeout_s
+        # What the function has forked may hold the pipe, so the process is watched as well.
+        while not self._pipe.poll(min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+            if self._process.poll() is not None and not self._pipe.poll():
+                raise EOFError
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def end(self) -> None:
         """Kill the process, and all processes that the function started."""
@@ -281,8 +294,11 @@ def _status(code: int | None) -> str:
     return f"exit status {code}"
 
 
-def serve(descriptor: int) -> None:
-    """Answer calls until the parent closes its end of the pipe."""
+def serve(descriptor: int, parent: int) -> None:
+    """Answer calls until the process `parent` closes its end of the pipe, or ends."""
+    end_with_parent(parent)
+    # Else a command that a function starts keeps the pipe open when this process has ended.
+    os.set_inheritable(descriptor, False)
     pipe: Connection = Connection(descriptor)
     (entries, files, limits) = pickle.loads(pipe.recv_bytes())
     try:

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -129,6 +131,51 @@ def f(response, answer):
         scorer.close()
     assert "no result" in score.ungraded[0]
     child, deadline = int(mark.read_text()), time.monotonic() + 30
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def test_a_death_is_seen_though_a_child_holds_the_pipe(tmp_path):
+    code = """
+import os, time
+def f(response, answer):
+    if not os.fork():
+        time.sleep(1000)
+    os._exit(7)
+"""
+    scorer = scorer_of(tmp_path, code, "f", timeout_s=20.0)
+    try:
+        (score,) = asyncio.run(scorer(PROBLEM, [Answer("a", "a")]))
+    finally:
+        scorer.close()
+    assert_not_graded(score, "its process ended with exit status 7")
+
+
+def test_a_function_that_waits_ends_with_its_killed_parent(tmp_path):
+    mark, file = tmp_path / "pid", tmp_path / "functions.py"
+    file.write_text(f"""
+import os, time
+def f(response, answer):
+    open({str(mark)!r}, "w").write(str(os.getpid()) + ".")
+    time.sleep(1000)
+""")
+    code = f"""
+import asyncio
+from rlinf_vl.rewards.processes import Limits, ProcessPool
+from rlinf_vl.rewards.result import Answer
+from rlinf_vl.types import Problem
+pool = ProcessPool([({str(file) + ":f"!r}, {{}})], {{}}, Limits(1000.0, 0.25, 1))
+pool.submit(0, Problem("p", (), ""), [Answer("a", "a")], images=False, together=False)[0].result()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text().endswith(".")):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    child = int(mark.read_text().rstrip("."))
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(child)

@@ -234,9 +234,14 @@ def test_a_coroutine_function_that_blocks_its_loop_harms_no_later_episode(toy, r
     envs = {0: Blocking, 1: Waiting}
     player = player_of(toy, lambda seed: envs[seed](seed), turn_timeout_s=1.0)
     (blocked,) = play(player, [[0]], sampling(toy))
+    old_loops = [thread for thread in threading.enumerate() if thread.name == "environments"]
     assert "did not start within 1 s" in (blocked.trajectories[0].error or "")
     (fine,) = play(player, [[1]], sampling(toy))
     assert fine.trajectories[0].error is None
+    # The loop that was replaced ends with its sockets once it can.
+    released.set()
+    old_loops[-1].join(MOST_S)
+    assert not old_loops[-1].is_alive()
 
 
 class Silent(Exception):
