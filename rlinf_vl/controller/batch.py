@@ -67,7 +67,7 @@ def rollout(
             scored, groups = map(list, zip(*results, strict=True))
             summaries = scored[:n_trained]
             generated = summaries + dropped
-            check_errors(generated, log)
+            check_errors(generated, log, config.reward.max_ungradable)
             plan = plan_of(step, summaries, config, learner)
             to_score = guard.plan(step, scored)
             lost = learner.fetch_groups([*plan.minibatches, *to_score], groups)
@@ -122,19 +122,26 @@ def estimator_of(config: Config) -> Estimator | None:
     )
 
 
-def check_errors(summaries: Sequence[GroupSummary], log: RunLog) -> None:
+def check_errors(
+    summaries: Sequence[GroupSummary], log: RunLog, max_ungradable: float = 1.0
+) -> None:
     """Record the trajectories that failed by no fault of their rows.
 
+    Args:
+        max_ungradable: largest share of answers without a verdict; the default is a validation's,
+            which counts them as wrong.
+
     Raises:
-        RunError: most of a rollout failed so, or every trajectory failed.
+        RunError: most of a rollout failed so, every trajectory failed, or too many answers have no
+            verdict.
     """
+    if line := no_verdicts(summaries, max_ungradable):
+        log.event("no_verdict", line)
     if faults := check_faults(summaries):
         log.event("trajectories_failed", faults)
     if not any(summary.valid for summary in summaries):
         first_error = summaries[0].trajectories[0].error
         raise RunError(f"step {log.step}: every trajectory failed; the first reason: {first_error}")
-    if line := no_verdicts(summaries):
-        log.event("no_verdict", line)
 
 
 def count_bad_rows(

@@ -3,7 +3,8 @@ limit.
 
 Bad rows are found before training (`FilterResult.bad`) or during it (groups with a failed
 trajectory); each counts once. The engine and the environment may fail, too, which is no fault of
-the row: `check_faults` describes and limits those failures.
+the row: `check_faults` describes and limits those failures, and `no_verdicts` those of reward
+functions.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from pathlib import Path
 from rlinf_vl.data.unusable import BadRow, shorten
 from rlinf_vl.errors import RunError
 from rlinf_vl.runtime.files import LineFile, read_lines
-from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
+from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, UNGRADABLE, GroupSummary
 
 FILE = "bad_rows.jsonl"
 #: Maximum length of a reason in the table, in characters.
@@ -32,7 +33,8 @@ class TooManyFaults(RunError):
 
 
 def _is_fault(error: str) -> bool:
-    return error.partition(": ")[0] in (ENGINE_FAULT, ENVIRONMENT_FAULT)
+    """Return whether an error, "kind: reason", is no fault of the row."""
+    return error.partition(": ")[0] in (ENGINE_FAULT, ENVIRONMENT_FAULT, UNGRADABLE)
 
 
 def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
@@ -45,7 +47,8 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
         TooManyFaults: their share is above `MAX_FAULTS`.
     """
     trajectories = [trajectory for summary in summaries for trajectory in summary.trajectories]
-    faults = [t.error for t in trajectories if t.error and _is_fault(t.error)]
+    errors = [t.error for t in trajectories if t.error and not t.ungraded]
+    faults = [error for error in errors if _is_fault(error)]
     faults += [t.penalized for t in trajectories if t.penalized]
     if not faults:
         return None
@@ -60,33 +63,42 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
 
 
 class NoVerdicts(RunError):
-    """No answer of a rollout has the verdicts of all reward functions."""
+    """Too many answers of a rollout lack the verdict of a reward function."""
 
 
-def no_verdicts(summaries: Sequence[GroupSummary]) -> str | None:
+def no_verdicts(summaries: Sequence[GroupSummary], max_share: float = 1.0) -> str | None:
     """Describe the answers that a reward function could not judge.
+
+    Args:
+        max_share: `reward.max_ungradable`. A single answer is always allowed.
 
     Returns:
         One line with their number and the most frequent reasons; None without any.
 
     Raises:
-        NoVerdicts: no answer could be judged. A function that always fails has a mistake, and
-            nothing can be learned from its rewards.
+        NoVerdicts: no answer could be judged, or a larger share than `max_share` could not. Such
+            a function has a mistake, and its rewards teach which answers it can read.
     """
     trajectories = [trajectory for summary in summaries for trajectory in summary.trajectories]
     reasons = [t.ungraded for t in trajectories if t.ungraded]
+    n_answers = sum(t.error is None or bool(t.ungraded) for t in trajectories)
     if not reasons:
         return None
     line = (
-        f"{len(reasons)} of {len(trajectories)} answers have no verdict of a reward function, "
-        f"which then scores 0: {_frequent(reasons)}"
+        f"{len(reasons)} of {n_answers} answers have no verdict of a reward function: "
+        f"{_frequent(reasons)}"
     )
-    if len(reasons) == sum(t.error is None for t in trajectories):
-        raise NoVerdicts(
-            f"{line}. So it is with every answer: mend the function (its traceback stands in the "
-            "log), leave it out of reward.functions, or raise reward.timeout if it needs longer"
-        )
-    return line
+    if len(reasons) == n_answers:
+        share = "So it is with every answer"
+    elif len(reasons) > max(1.0, max_share * n_answers):
+        share = f"That is more than reward.max_ungradable={max_share:g} allows"
+    else:
+        return line
+    raise NoVerdicts(
+        f"{line}. {share}: mend the function (its traceback stands in the log; 'rlinf-vl "
+        "check-reward' tries it), leave it out of reward.functions, or raise reward.timeout if it "
+        "needs longer"
+    )
 
 
 def _frequent(reasons: Sequence[str]) -> str:

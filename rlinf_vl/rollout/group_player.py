@@ -24,7 +24,7 @@ from rlinf_vl.rollout.generation_client import GenerationClient
 from rlinf_vl.rollout.loop_bridge import cancel_all
 from rlinf_vl.rollout.privileged import privileged_text, with_text
 from rlinf_vl.rollout.rollout_state import RolloutGroup, RolloutState
-from rlinf_vl.types import ENVIRONMENT_FAULT, Group, Problem, SamplingParams
+from rlinf_vl.types import ENVIRONMENT_FAULT, UNGRADABLE, Group, Problem, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class EpisodeSettings:
             members at once.
         turn_timeout_s: limit on a call of an environment.
         episode_timeout_s: limit on an episode, from its start to its end.
+        mask_ungraded: whether a training episode that reward functions came to no verdict on is an
+            error (`reward.ungradable`). Otherwise they score 0.
         penalize_faults: whether an episode whose environment failed is trained on with
             `reward_min` (`rollout.faults`). Otherwise, and in groups that are not trained on, it
             is an error.
@@ -57,6 +59,7 @@ class EpisodeSettings:
     max_concurrent: int | None = None
     turn_timeout_s: float = 60.0
     episode_timeout_s: float | None = None
+    mask_ungraded: bool = False
     penalize_faults: bool = False
     privileged_template: str | None = None
     video: VideoConfig = field(default_factory=VideoConfig)
@@ -204,11 +207,13 @@ class GroupPlayer(ABC):
         scores = await self._score_answers(group.problem, answers)
         for episode, score in zip(to_score, scores, strict=True):
             for reason in score.ungraded:
-                log.info("%s: no verdict, which scores 0: %s", group.problem.id, reason)
+                log.info("%s: no verdict: %s", group.problem.id, reason)
             if score.fault is not None:
                 episode.fault = f"{ENVIRONMENT_FAULT}: the reward function {score.fault}"
                 log.warning("%s: %s", group.problem.id, episode.fault)
             episode.add_score(score)
+            if episode.ungraded and group.trained and self.settings.mask_ungraded:
+                episode.fault = episode.fault or f"{UNGRADABLE}: {episode.ungraded}"
 
     async def _play(self, group: RolloutGroup, episode: RolloutState) -> None:
         """Play one episode to its end, within its time limit; a failure is recorded in it."""

@@ -160,6 +160,7 @@ class GroupSampler:
             ),
             turn_timeout_s=config.rollout.turn_timeout,
             episode_timeout_s=config.rollout.episode_timeout,
+            mask_ungraded=config.reward.ungradable == "mask",
             penalize_faults=config.rollout.faults == "penalize",
             privileged_template=config.algorithm.distillation.privileged_template,
             video=config.data.video,

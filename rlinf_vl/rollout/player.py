@@ -206,7 +206,7 @@ class Player(GroupPlayer):
         episode.cuts = int(episode.first_observation.messages != first_observation.messages)
         while True:
             reply = await self._receive_reply(episode)
-            result, next_request, error = await self._step(episode, reply)
+            result, next_request, error = await self._step(group, episode, reply)
             episode.add_result(result)
             if result.done:
                 return
@@ -303,7 +303,7 @@ class Player(GroupPlayer):
                 continue
             group.share_request(request, visible, sharers)
 
-    async def _step(self, episode: RolloutState, reply: str) -> _Step:
+    async def _step(self, group: RolloutGroup, episode: RolloutState, reply: str) -> _Step:
         """Give the environment a reply, and build the next request from its observation.
 
         Both happen in one call, because every hand-over between threads costs time.
@@ -329,7 +329,10 @@ class Player(GroupPlayer):
             assert episode.env is not None
             return await episode.env.call("step", reply, read_result)
         except GradingError as error:
-            log.info("%s: no verdict, so the answer is wrong: %s", problem.id, error)
+            log.info("%s: no verdict: %s", problem.id, error)
+            episode.ungraded = str(error)
+            if group.trained and self.settings.mask_ungraded:
+                raise RolloutFault(f"{UNGRADABLE}: {error}") from error
             # The whole episode gets `reward_min`, whatever the rewards of earlier turns.
             earlier_reward = sum(turn.reward for turn in episode.turns[:-1])
             reward = self.settings.reward_min - earlier_reward

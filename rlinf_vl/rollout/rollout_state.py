@@ -215,7 +215,15 @@ class RolloutState:
             )
         if self.fault is not None:
             return Trajectory(
-                sequences, tuple(self.turns), 0.0, {}, "error", False, self.fault, cuts=self.cuts
+                sequences,
+                tuple(self.turns),
+                0.0,
+                {UNGRADABLE: 1.0} if self.ungraded else {},
+                "error",
+                False,
+                self.fault,
+                cuts=self.cuts,
+                ungraded=self.ungraded,
             )
         reward = base_reward = sum(turn.reward for turn in self.turns)
         if self.environment_reward is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, POSITIVE, OrCode, key
+from rlinf_vl.config.schema.limits import AT_LEAST_1, POSITIVE, SHARE, OrCode, key
 
 
 @dataclass
@@ -24,8 +24,15 @@ class RewardConfig:
 
     timeout: float = key(10.0, POSITIVE)
     """Seconds that a function of yours has for an answer (for a group's, if it takes a list). Its
-    process is then ended, and the answer has no verdict: the function scores 0, and it counts in
-    reward/ungradable."""
+    process is then ended, and the answer has no verdict (reward.ungradable)."""
+    ungradable: str = key("mask", ("mask", "penalize"))
+    """Treatment of a training answer on which a reward function came to no verdict: it raised, ran
+    out of time or memory, or gave no number. mask: the answer is left out, also of its group's
+    baseline. penalize: that function scores 0, and the answer is trained on. Both count it in
+    reward/ungradable. A validation counts it as a wrong answer."""
+    max_ungradable: float = key(0.1, SHARE)
+    """Largest share of a step's answers without a verdict; a step with more of them, and more than
+    one, ends the run with the reasons. 1 allows any share below all."""
     memory_gb: float = key(4.0, POSITIVE)
     """Memory that a process with functions of yours may take beyond what it has when they are
     imported."""

@@ -857,14 +857,38 @@ def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
     assert sorted(values(summary, "ungraded")) == ["", "", "form: slow"]
     assert (
         no_verdicts([summary])
-        == "1 of 3 answers have no verdict of a reward function, which then scores 0: 1 × form: slow"
+        == "1 of 2 answers have no verdict of a reward function: 1 × form: slow"
     )
     always = changed(summary, error=(None,) * 3, ungraded=("form: slow",) * 3)
     with pytest.raises(
         NoVerdicts, match=r"3 × form: slow\. So it is with every answer: mend the function"
     ):
         no_verdicts([always])
-    no_verdicts([always, changed(summary, ungraded=("",) * 3)])
+    some = [always, changed(summary, error=(None,) * 3, ungraded=("",) * 3)]
+    no_verdicts(some)
+    with pytest.raises(NoVerdicts, match=r"3 of 6 .*more than reward.max_ungradable=0.4 allows"):
+        no_verdicts(some, 0.4)
+    # One answer alone never ends a run.
+    one = changed(summary, error=(None,) * 3, ungraded=("form: slow", "", ""))
+    assert no_verdicts([one], 0.1) == (
+        "1 of 3 answers have no verdict of a reward function: 1 × form: slow"
+    )
+    # Masked: an error that is no fault of the row or the environment, and keeps its reason.
+    masked_group, masked = play(
+        player_of(
+            processor,
+            Scripted(processor),
+            env_class,
+            score_answers=score,
+            mask_ungraded=True,
+        ),
+        3,
+    )
+    slow = masked_group.trajectories[1]
+    assert slow.error == "ungradable: form: slow" and slow.ungraded == "form: slow"
+    assert values(masked, "ungradable") == (False, True, False) and len(masked.valid) == 1
+    assert "1 of 2 answers" in (no_verdicts([masked]) or "")
+    assert "1 of 3" in (check_faults([masked]) or "")  # the judge that is gone
     metrics = summarize_rollout([summary], 1.0)
     assert (
         metrics["reward/math"] == 0.5
