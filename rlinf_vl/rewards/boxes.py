@@ -65,7 +65,13 @@ def overlap(a: Box, b: Box) -> tuple[float, float]:
 
 
 def reference_box(answer: str) -> Box:
-    """Return the box of a reference answer. Raises GradingError: the answer is no box."""
+    """Return the box of a reference answer. Raises GradingError: it is no box, or several."""
+    # Comparing with one of several boxes would pay for a part of the answer as if it were whole.
+    if (count := len(_BOX.findall(_text(answer)))) > 1:
+        raise GradingError(
+            f"the reference answer {answer[:80]!r} has {count} boxes, and one is compared; give "
+            "each box a row of its own, or match several in a reward function of yours"
+        )
     box = _last_box(answer)
     if box is None:
         raise GradingError(f"the reference answer {answer[:80]!r} is no box of four numbers")

@@ -215,6 +215,10 @@ def test_boxes_and_points():
         reference_box("left")
     with pytest.raises(GradingError):
         scored("point_in_box", "(1, 1)", "left")
+    for several in ("[[0, 0, 9, 9], [20, 20, 30, 30]]", "(0,0),(9,9) (20,20),(30,30)"):
+        for name in ("bbox_giou", "point_in_box"):
+            with pytest.raises(GradingError, match="has 2 boxes, and one is compared"):
+                scored(name, "[20, 20, 30, 30]", several)
 
 
 def test_format():
