@@ -4,6 +4,12 @@ from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
+#: Largest sum of rewards that counts as cancelled, relative to the sum of their sizes: well above
+#: the rounding of float32.
+_RESIDUE = 1e-5
+#: An eps that changes no deviation of rewards, and still divides by no zero.
+_NO_EPS = 1e-300
+
 
 def group_advantages(
     rewards: torch.Tensor,
@@ -86,6 +92,8 @@ def decoupled_advantages(
 
     Rewards of different scale then count by their weights alone, and answers with equal sums of
     different rewards have different advantages. A reward that ties in its group adds exactly 0.
+    Each group's S_i add up to 0, so mean S is 0: it is left out, and a tied group gets exactly 0.
+    So does a trajectory whose rewards cancel.
     One that a trajectory does not have adds 0 to it, and is compared among those that have it. A
     trajectory without any reward gets 0, and is left out of mean S and std S.
 
@@ -111,16 +119,20 @@ def decoupled_advantages(
         )
     groups = listed("group_ids", group_ids, parts[:, 0] if parts.shape[1] else parts.sum(1))
     values = parts.detach().double()
-    sums = values.new_zeros(len(values))
+    sums, exact_sums, sizes = values.new_zeros(3, len(values))
     for weight, column in zip(weights.tolist(), values.unbind(1), strict=True):
         present = (~column.isnan()).nonzero().squeeze(1)
         compared_groups = [groups[n] for n in present.tolist()]
         sums[present] += weight * group_advantages(column[present], compared_groups, eps=eps)
-    rewarded = ~values.isnan().all(1)
-    whole_batch = [0] * int(rewarded.sum())
-    advantages = torch.zeros_like(sums)
-    advantages[rewarded] = group_advantages(sums[rewarded], whole_batch, eps=eps)
-    return advantages.to(parts.dtype)
+        exact = weight * group_advantages(column[present], compared_groups, eps=_NO_EPS)
+        exact_sums[present] += exact
+        sizes[present] += exact.abs()
+    # Of rewards that cancel, rounding and eps leave a residue, which the division by its own
+    # deviation would bring to full size.
+    sums = sums.masked_fill(exact_sums.abs() <= _RESIDUE * sizes, 0.0)
+    n_rewarded = (~values.isnan().all(1)).sum()
+    deviation = (sums.square().sum() / (n_rewarded - 1).clamp(min=1)).sqrt()
+    return (sums / (deviation + eps).clamp(min=_NO_EPS)).to(parts.dtype)
 
 
 def token_normalized(

@@ -216,6 +216,29 @@ def test_rewards_that_tie_or_are_missing_add_nothing():
     torch.testing.assert_close(none, torch.tensor([-(0.5**0.5), 0.5**0.5, 0.0]).double())
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        # Equal and opposite but for their scale, of which eps leaves a residue.
+        [[0.001, 0.0], [0.0, 0.01], [0.004, 0.003], [0.002, 0.007]],
+        # As float32, one minus a reward is not exactly its opposite.
+        [[0.1, 0.9], [0.3, 0.7], [0.7, 0.3], [0.6, 0.4]],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rewards_that_cancel_are_exactly_zero(columns, dtype):
+    """Whether all groups cancel, or one of them."""
+    first = torch.tensor(columns, dtype=dtype)[:, 0]
+    opposite = torch.stack([first, 1 - 10 * first], 1)
+    weights = torch.ones(2, dtype=dtype)
+    assert not decoupled_advantages(opposite, weights, "aabb").any()
+    alike = torch.stack([first, first], 1)
+    mixed = decoupled_advantages(torch.cat([opposite, alike]), weights, "aaaabbbb")
+    assert not mixed[:4].any() and mixed[4:].abs().min() > 0.1
+    tied = decoupled_advantages(torch.cat([torch.ones(4, 2), alike]), weights, "aaaabbbb")
+    assert not tied[:4].any()
+
+
 def test_groups_of_one_all_ties_and_empty_batches_are_exactly_zero():
     assert decoupled([[1.0, 2.0], [3.0, 4.0]], [1.0, 1.0], "ab").tolist() == [0.0, 0.0]
     assert decoupled([[1.0, 2.0]] * 4, [1.0, 1.0], "aabb").tolist() == [0.0] * 4
