@@ -121,15 +121,19 @@ def to_image_ref(value: Any, *, root: Path | None, hosts: Sequence[str] = ()) ->
 def decode(ref: ImageRef) -> Image.Image:
     """Decode an image, upright, in mode RGB.
 
-    The result is the first frame, with transparency on white and 16-bit greys scaled to 8 bits.
+    The result is the first frame, with transparency on white and greys scaled to 8 bits
+    (`_white`).
 
     Raises:
-        ImageError: the bytes are truncated or can't be decoded for another reason.
+        ImageError: the bytes are truncated or can't be decoded for another reason, or greys of 32
+            bits are in no range that images use.
     """
     image, orientation = _open(ref.data)
     try:
         image.load()
         image = _to_rgb(image)
+    except ImageError as e:
+        raise ImageError(e.kind, f"image {ref.hash[:12]}: {e.reason}") from e
     except Exception as e:  # Pillow raises OSError, SyntaxError, struct.error, EOFError…
         raise ImageError(
             UNDECODABLE, f"image {ref.hash[:12]} ({len(ref.data)} bytes) can't be decoded: {e}"
@@ -206,15 +210,40 @@ def _check_size(width: int, height: int, tile: tuple[int, int] = (1, 1)) -> None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        grey = np.asarray(image) >> 8
-        return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
-    if image.mode == "F":  # stored as greys of 0…255; Pillow's own conversion clips
-        return image.convert("L").convert("RGB")
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        white = _white(image.mode, values)
+        if image.mode == "F":
+            grey = np.rint(values * np.float32(255 / white))
+        else:
+            grey = values >> 8 if white > 255 else values
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
+
+
+def _white(mode: str, values: np.ndarray) -> int:
+    """Return the value that is white among the greys of an image.
+
+    16 bits say it. 32 bits, whole or not, hold values of any range: white is the smallest of 1 (of
+    mode F), 255 and 65,535 that no value exceeds.
+
+    Raises:
+        ImageError: a value of 32 bits is negative, above 65,535 or not finite.
+    """
+    if mode.startswith("I;16"):
+        return 65535
+    low, high = float(values.min()), float(values.max())
+    for white in (1, 255, 65535) if mode == "F" else (255, 65535):
+        if low >= 0 and high <= white:
+            return white
+    raise ImageError(
+        UNDECODABLE,
+        f"greys of 32 bits from {low:g} to {high:g}, of which it is unknown what white is; store "
+        "them as 0 to 255 or 0 to 65,535",
+    )
 
 
 def encode_png(image: Image.Image) -> bytes:
@@ -227,6 +256,8 @@ def encode_png(image: Image.Image) -> bytes:
         if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
             image = _to_rgb(image)
         image.save(buffer, format="PNG")
+    except ImageError:
+        raise
     except Exception as e:  # a lazily opened PIL image is decoded here
         raise ImageError(UNDECODABLE, f"a PIL image that can't be decoded: {e}") from e
     return buffer.getvalue()

@@ -310,3 +310,41 @@ def test_a_blank_image_has_the_size_and_nothing_else() -> None:
         blank = blank_like(ref)
         assert image_size(blank) == image_size(ref)
         assert np.unique(np.asarray(decode(blank))).tolist() == [128]
+
+
+GREYS = np.arange(0, 256, 17, dtype=np.uint8).reshape(4, 4)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+@pytest.mark.parametrize(
+    ("mode", "values"),
+    [
+        ("I;16", GREYS.astype(np.uint16) * 257),
+        ("I", GREYS.astype(np.int32)),
+        ("I", GREYS.astype(np.int32) * 257),
+        ("F", GREYS.astype(np.float32) / 255),
+        ("F", GREYS.astype(np.float32)),
+        ("F", GREYS.astype(np.float32) * 257),
+    ],
+)
+def test_greys_of_more_than_8_bits_keep_their_brightness(suffix: str, mode: str, values: Any):
+    image = Image.fromarray(values)
+    assert image.mode == mode
+    refs = [to_image_ref(image, root=None)]
+    # A PNG has 16 bits at most, and says of them what white is.
+    if suffix == "tiff" or mode == "I;16":
+        file = io.BytesIO()
+        image.save(file, suffix)
+        refs.append(to_image_ref(file.getvalue(), root=None))
+    for ref in refs:
+        np.testing.assert_array_equal(np.asarray(decode(ref).convert("L")), GREYS)
+
+
+@pytest.mark.parametrize("extreme", [-1, 65536, np.nan, np.inf])
+def test_greys_of_an_unknown_range_are_refused(extreme: float):
+    values = np.full((4, 4), extreme, np.float32 if extreme != 65536 else np.int32)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "TIFF")
+    for value in (file.getvalue(), Image.fromarray(values)):
+        with pytest.raises(ImageError, match="greys of 32 bits from .* what white is; store"):
+            decode(to_image_ref(value, root=None))
