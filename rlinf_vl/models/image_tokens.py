@@ -3,10 +3,11 @@
 A clip, the sampled frames of a video, is an image with placeholders of its own.
 
 Positions are computed for one sequence before packing. Most models count tokens. Those with M-RoPE
-have a text token advance t, h and w together; an image's tokens are spread over its grid, and
-advance what follows by the grid's longer side (Wang et al. 2024, "Qwen2-VL", section 2.1). Along t, a
-clip's patches advance by one each or by their time; where their times are written between them, each
-is a grid of its own.
+have a text token advance t, h and w together; an image's tokens are spread over its grid, and what
+follows begins one behind their largest position (Wang et al. 2024, "Qwen2-VL", section 2.1). Along t,
+a clip's patches advance by one each or by their time; where their times are written between them,
+each is a grid of its own. transformers 5 differs for clips that are longer than their grid's sides:
+there the text begins behind the longer side, within the clip's time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -233,13 +234,14 @@ def mrope_positions(ids: np.ndarray, grids: np.ndarray, image_tokens: ImageToken
                 f"image placeholders at {start} are interrupted: {n} in a row are needed for "
                 f"{(t, h, w)} tokens"
             )
-        position = out[1, start]
+        position, steps = out[1, start], t
         out[1:, start:end] = position + _grid_coordinates(t, h, w)
         if time_step is not None:
             times = (np.arange(t, dtype=np.float32) * time_step).astype(np.int64)
             out[1, start:end] = position + np.repeat(times, h * w)
-        # Later tokens were counted one by one: move them to just after the grid's longer side.
-        out[1:, end:] += position + max(h, w) - out[1, end : end + 1]
+            steps = int(times[-1]) + 1
+        # Later tokens were counted one by one: move them to just after the largest position.
+        out[1:, end:] += position + max(steps, h, w) - out[1, end : end + 1]
         n_used += n
     return out
 

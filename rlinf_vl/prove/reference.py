@@ -13,7 +13,7 @@ from rlinf_vl.data.clips import frame_refs, is_clip
 from rlinf_vl.data.images import decode
 from rlinf_vl.models.encoders import encode_square_patches, squares
 from rlinf_vl.models.family import Family
-from rlinf_vl.models.image_tokens import ImageTokens
+from rlinf_vl.models.image_tokens import ImageTokens, runs_of_images
 from rlinf_vl.packing.collator import Member as PackedTrajectory
 from rlinf_vl.prove.member import Member
 from rlinf_vl.prove.problems import INTERVAL
@@ -82,9 +82,29 @@ def forward_inputs(
             if key in parameters:
                 videos = 2 * (ids == image_tokens.video_id).int()
                 inputs[key] = (ids == image_tokens.id).int() + videos
+        if clips and hasattr(model.model, "get_rope_index"):
+            names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids")
+            known = {name: inputs[name] for name in names if name in inputs}
+            positions, _ = model.model.get_rope_index(ids, **known)
+            inputs["position_ids"] = behind_clips(positions, ids[0] == image_tokens.video_id)
     if hasattr(model.model, "rope_deltas"):  # of the sequence before
         model.model.rope_deltas = None
     return inputs
+
+
+def behind_clips(positions: torch.Tensor, is_clip: torch.Tensor) -> torch.Tensor:
+    """Return positions int [3, 1, T] whose text begins behind each clip's largest position.
+
+    It is the published rule; transformers 5 begins behind the longer side of the grid, within the
+    clip's time. `is_clip` is True at a clip's tokens, bool [T].
+    """
+    positions = positions.clone()
+    for start, end in runs_of_images(is_clip.numpy(), np.array([0, len(is_clip)])).tolist():
+        if end < len(is_clip):
+            first = positions[0, 0, end]
+            shift = positions[:, 0, start:end].max() + 1 - first
+            positions[:, 0, end:] += shift.clamp(min=0)
+    return positions
 
 
 def _picture_inputs(

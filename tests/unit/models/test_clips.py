@@ -17,6 +17,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.video_processor import Qwen2Videos, Qwen3Videos
+from rlinf_vl.prove.reference import behind_clips
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.rollout.renderer import Renderer
 
@@ -263,7 +264,9 @@ def test_a_model_without_videos_refuses_them(folder_of, tmp_path):
 
 @pytest.mark.parametrize("interval", [0.04, 0.5, 1.7])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_are_those_of_transformers(family, interval, processor_of, folder_of):
+def test_positions_are_those_of_transformers_but_behind_clips(
+    family, interval, processor_of, folder_of
+):
     processor, member = processor_of(family), family_of(family)
     model = member.model_class.from_pretrained(folder_of(family)).model
     rng = np.random.default_rng(5)
@@ -279,9 +282,14 @@ def test_positions_are_those_of_transformers(family, interval, processor_of, fol
         for name in ("pixel_values", "pixel_values_videos"):
             inputs.pop(name)
         expected, _ = model.get_rope_index(**inputs)
+        is_video = torch.from_numpy(ids == processor.image_tokens.video_id)
+        expected = behind_clips(expected, is_video)
         tokens = processor.image_tokens.with_times(images)
         ours = member.positions(ids.astype(np.int64), grids, tokens)
         assert np.array_equal(ours[1:], expected[:, 0].numpy())
+        # The published rule: each token behind a clip is behind all of its tokens.
+        for end in np.flatnonzero(is_video[:-1] & ~is_video[1:]) + 1:
+            assert (ours[1:, end] == ours[1:, :end].max() + 1).all()
 
 
 def test_the_time_of_a_video_counts(processor_of):
