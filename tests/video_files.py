@@ -34,17 +34,21 @@ def video(
     size: tuple[int, int] = (WIDTH, HEIGHT),
     gop: int = 12,
     rotation: int = 0,
+    b_frames: int | None = None,
+    start: int = 0,
     options: dict[str, str] | None = None,
 ) -> bytes:
-    """A video of `count` frames."""
+    """A video of `count` frames, the first at the time of frame `start`."""
     file = io.BytesIO()
     with av.open(file, "w", format=container, options=options or {}) as output:
         stream: Any = output.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         stream.codec_context.gop_size = gop
+        if b_frames is not None:
+            stream.codec_context.max_b_frames = b_frames
         for index in range(count):
             frame = av.VideoFrame.from_ndarray(pixels(index, count, size), format="rgb24")
-            frame.pts, frame.time_base = index, 1 / Fraction(fps)
+            frame.pts, frame.time_base = start + index, 1 / Fraction(fps)
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
     data = file.getvalue()

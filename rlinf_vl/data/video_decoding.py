@@ -2,9 +2,10 @@
 
 A file is read twice. The first pass reads its packets without decoding them, and so knows the time
 of every frame, and which frames can be decoded without earlier ones. The second pass seeks to the
-last of those before each sampled frame, so that it decodes a small part of a long video. At most
-one frame is held besides the sampled ones, which are scaled at once. Both passes are bounded in
-time, since files may be hostile.
+last of those before each sampled frame, so that it decodes a small part of a long video. AVI files
+have no times of presentation: where frames are stored in another order than they are shown, the
+second pass decodes from the start and counts. At most one frame is held besides the sampled ones,
+which are scaled at once. Both passes are bounded in time, since files may be hostile.
 """
 
 import time
@@ -70,12 +71,14 @@ class _Packets(NamedTuple):
         keys: those of the frames that can be decoded without earlier ones, sorted.
         seeks: the decoding times of the same frames, by which containers seek.
         start: the decoding time of the first packet.
+        counted: whether the n-th decoded frame has the n-th time, whatever the file says of it.
     """
 
     times: list[int]
     keys: list[int]
     seeks: list[int]
     start: int
+    counted: bool
 
 
 class _Deadline:
@@ -99,7 +102,8 @@ def frame_count(frames: int, seconds: float, fps: float, max_frames: int) -> int
     It is the rule of transformers' Qwen3-VL: ⌊duration · fps⌋, at least `MIN_FRAMES`, at most
     `max_frames` and not more than there are.
     """
-    return max(1, min(max(int(seconds * fps), MIN_FRAMES), max_frames, frames))
+    # What a product of decimals lacks of a whole number is rounding: 0.29 s at 100.
+    return max(1, min(max(int(seconds * fps + 1e-6), MIN_FRAMES), max_frames, frames))
 
 
 def sampled_indices(frames: int, count: int) -> list[int]:
@@ -138,9 +142,7 @@ def sample_video(
             stream = _video_stream(container)
             packets = _packets(container, stream)
             base = stream.time_base
-            # The last frame is shown as long as the mean one.
-            span = (packets.times[-1] - packets.times[0]) * base
-            seconds = float(span * Fraction(len(packets.times), max(1, len(packets.times) - 1)))
+            seconds = float(_duration(packets.times, base, stream.average_rate))
             count = frame_count(len(packets.times), seconds, fps, max_frames)
             chosen = [packets.times[i] for i in sampled_indices(len(packets.times), count)]
             decoder, frames = _Frames(container, stream, packets), []
@@ -153,6 +155,19 @@ def sample_video(
             return frames
     except FFmpegError as error:
         raise _cause(error) from error
+
+
+def _duration(times: list[int], base: Fraction, rate: Fraction | None) -> Fraction:
+    """Return how long the frames of these times are shown, in seconds.
+
+    The last frame is shown as long as the mean one. Times may be rounded, in Matroska to
+    milliseconds: within that, the stream's rate says it exactly.
+    """
+    count = len(times)
+    seconds = (times[-1] - times[0]) * base * Fraction(count, max(1, count - 1))
+    if rate and count > 1 and abs(count / rate - seconds) <= 2 * base:
+        return count / rate
+    return seconds
 
 
 def fitted_size(
@@ -251,18 +266,23 @@ def _packets(container: Any, stream: Any) -> _Packets:
             keys.append((pts, dts))
     if start is None:
         raise ImageError(NOT_A_VIDEO, "a video without frames")
-    times = sorted(set(times))
+    # A decoder that holds no frame back shows frames in the order in which they are stored.
+    counted = "avi" in container.format.name.split(",") and stream.codec_context.has_b_frames
+    times = sorted(times) if counted else sorted(set(times))
     seconds = float((times[-1] - times[0]) * stream.time_base)
     _check_seconds(seconds)
     if container.duration is not None:
         stated = container.duration / av.time_base
-        present = float(end) - (container.start_time or 0) / av.time_base
+        # Matroska's duration is the time of the end, however late the first frame is.
+        is_end = "matroska" in container.format.name
+        present = float(end) - (0 if is_end else (container.start_time or 0) / av.time_base)
         if present < _COMPLETE * stated - 1:
             raise ImageError(
                 TRUNCATED, f"a truncated video: it ends after {present:.1f} s of {stated:.1f} s"
             )
-    keys = sorted(keys) or [(times[0], start)]
-    return _Packets(times, [pts for pts, _ in keys], [dts for _, dts in keys], start)
+    keys = [] if counted else sorted(keys)
+    keys = keys or [(times[0], start)]
+    return _Packets(times, [pts for pts, _ in keys], [dts for _, dts in keys], start, counted)
 
 
 class _Frames:
@@ -275,6 +295,8 @@ class _Frames:
         self._deadline = _Deadline()
         self._decoded: Iterator[Any] = iter(())
         self._position: int | None = None  # time of the newest decoded frame
+        self._decoder = _alpha_decoder(stream)
+        self._count = 0  # frames decoded since the last seek
 
     def at(self, pts: int) -> Any:
         """Return the frame of this presentation time, which is later than the last call's.
@@ -301,24 +323,62 @@ class _Frames:
 
     def _seek(self, dts: int) -> None:
         self._container.seek(dts, stream=self._stream)
-        self._decoded = self._container.decode(self._stream)
+        self._count = 0
+        self._decoded = self._frames()
+
+    def _frames(self) -> Iterator[Any]:
+        """Yield the frames behind the last seek."""
+        if self._decoder is None:
+            yield from self._container.decode(self._stream)
+            return
+        self._decoder.flush_buffers()
+        for packet in self._container.demux(self._stream):
+            yield from self._decoder.decode(packet)
 
     def _next(self, pts: int) -> Any:
         """Return the next frame at or after this time; None if there is none."""
         for frame in self._decoded:
             self._deadline.check()
-            self._position = frame.dts if frame.pts is None else frame.pts
+            self._position = self._time_of(frame)
+            self._count += 1
             if self._position is not None and self._position >= pts:
                 return frame
         return None
 
+    def _time_of(self, frame: Any) -> int | None:
+        """Return the time of the frame that was decoded last."""
+        if self._packets.counted:
+            return self._packets.times[min(self._count, len(self._packets.times) - 1)]
+        return frame.dts if frame.pts is None else frame.pts
+
+
+def _alpha_decoder(stream: Any) -> Any:
+    """Return a decoder of the transparency of WebM's videos, which FFmpeg's own decoders skip;
+    None if the video has none."""
+    import av
+
+    name = {"vp8": "libvpx", "vp9": "libvpx-vp9"}.get(stream.codec_context.codec.name)
+    if name is None or stream.metadata.get("alpha_mode", stream.metadata.get("ALPHA_MODE")) != "1":
+        return None
+    decoder = av.CodecContext.create(name, "r")
+    decoder.extradata = stream.codec_context.extradata
+    return decoder
+
 
 def _upright(frame: Any) -> Image.Image:
-    """Return a decoded frame in RGB, turned as the file says (phones film on their side)."""
+    """Return a decoded frame in RGB, turned as the file says (phones film on their side).
+
+    Transparency is on white, as that of images.
+    """
     _check_frame(frame.width, frame.height)
+    image = frame.to_image()
+    if any(component.is_alpha for component in frame.format.components):
+        rgba = Image.fromarray(frame.to_ndarray(format="rgba"))
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, rgba).convert("RGB")
     # The rotation is counter-clockwise, as Pillow's is; files only have right angles.
     angle = 90 * round(frame.rotation / 90)
-    return frame.to_image().rotate(angle, expand=True) if angle else frame.to_image()
+    return image.rotate(angle, expand=True) if angle else image
 
 
 def _cause(error: Any) -> ImageError:

@@ -44,6 +44,8 @@ MAX_LISTED_FRAMES = 10_000
 CACHE_BYTES = 256 * 2**20
 #: Keys under which a mapping has its video, as for images.
 _DICT_KEYS = ("bytes", "path", "video", "url")
+#: Types of numbers; tables hold numpy's.
+_NUMBERS = (int, float, np.integer, np.floating)
 #: First bytes of pictures; GIF is a video here.
 _PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")
 
@@ -111,7 +113,7 @@ def to_clip_ref(
     """
     if isinstance(value, dict) and value.get("frames") is not None:
         fps = settings.fps if value.get("fps") is None else value["fps"]
-        if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < np.inf:
+        if isinstance(fps, bool) or not isinstance(fps, _NUMBERS) or not 0 < fps < np.inf:
             raise ImageError(NOT_A_VIDEO, f"fps is {fps!r}: expected a number above 0")
         return _clip_of_frames(value["frames"], float(fps), root, settings, hosts)
     if isinstance(value, dict):

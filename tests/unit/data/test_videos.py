@@ -57,13 +57,17 @@ def frames_of(ref: ImageRef) -> list[Image.Image]:
 
 
 def decoded_in_full(data: bytes) -> list[tuple[float, np.ndarray]]:
-    """Every frame and its time, by PyAV's own loop over the whole file."""
+    """Every frame and its time, by PyAV's own loop over the whole file.
+
+    Frames leave a decoder in the order in which they are shown, also where AVI's times do not say it.
+    """
     with av.open(io.BytesIO(data)) as container:
-        frames = [
-            (float(f.pts * f.time_base), f.to_ndarray(format="rgb24"))
-            for f in container.decode(video=0)
-        ]
-    return [(seconds - frames[0][0], array) for seconds, array in frames]
+        frames = list(container.decode(video=0))
+    times = sorted(float(f.pts * f.time_base) for f in frames)
+    return [
+        (seconds - times[0], f.to_ndarray(format="rgb24"))
+        for seconds, f in zip(times, frames, strict=True)
+    ]
 
 
 CONTAINERS = [
@@ -92,6 +96,79 @@ def test_the_frames_are_those_of_a_decoding_in_full_at_their_times(
     for i, frame in zip(indices, frames_of(clip(data, fps=fps, max_frames=16)), strict=True):
         np.testing.assert_array_equal(np.asarray(frame), every[i][1])
         assert index_of(frame, 90) == pytest.approx(i, abs=3)
+
+
+NTSC = Fraction(30000, 1001)
+
+
+@pytest.mark.parametrize(("rate", "start"), [(24, 0), (60, 0), (48, 200), (NTSC, 100)])
+@pytest.mark.parametrize(
+    ("container", "codec", "b_frames"),
+    [
+        ("mp4", "libx264", 3),
+        ("mov", "mpeg4", 2),
+        ("matroska", "libx264", 3),
+        ("matroska", "mpeg4", None),
+        ("webm", "libvpx", None),
+        ("avi", "libx264", 3),
+        ("avi", "mpeg4", 2),
+        ("mpegts", "libx264", 3),
+        ("mpegts", "mpeg2video", 2),
+        ("flv", "libx264", 3),
+    ],
+)
+def test_forty_kinds_of_files_have_the_frames_of_a_decoding_in_full(
+    container: str, codec: str, b_frames: int | None, rate: Any, start: int
+) -> None:
+    """Frames stored in another order, files that start late, times rounded to milliseconds."""
+    count = int(2 * float(rate) + 1)
+    data = video(count, container=container, codec=codec, b_frames=b_frames, fps=rate, start=start)
+    every = decoded_in_full(data)
+    assert len(every) == count
+    sampled = clip(data, fps=float(rate) / 4)
+    # As transformers' rule has it: a quarter of the frames.
+    assert len(clip_of(sampled).frames) == min(32, count // 4)
+    indices = np.linspace(0, count - 1, min(32, count // 4)).round().astype(int)
+    assert clip_of(sampled).timestamps == pytest.approx([every[i][0] for i in indices], abs=1e-6)
+    for i, frame in zip(indices, frames_of(sampled), strict=True):
+        np.testing.assert_array_equal(np.asarray(frame), every[i][1])
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "flv"])
+@pytest.mark.parametrize("rate", [24, 48, 60])
+def test_rounded_times_lose_no_frame(container: str, rate: int) -> None:
+    data = video(
+        3 * rate, container=container, codec="flv1" if container == "flv" else "mpeg4", fps=rate
+    )
+    assert len(clip_of(clip(data, fps=2)).frames) == 6
+    assert len(clip_of(clip(data, fps=rate / 3)).frames) == min(32, rate)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "pix_fmt"),
+    [
+        ("webm", "libvpx-vp9", "yuva420p"),
+        ("mov", "qtrle", "argb"),
+        ("mov", "png", "rgba"),
+    ],
+)
+def test_transparency_is_on_white(container: str, codec: str, pix_fmt: str) -> None:
+    file = io.BytesIO()
+    rgba = np.zeros((HEIGHT, WIDTH, 4), np.uint8)
+    rgba[:, : WIDTH // 2] = (200, 30, 30, 255)  # the right half is transparent black
+    with av.open(file, "w", format=container) as output:
+        stream: Any = output.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, pix_fmt
+        if container == "webm":
+            stream.metadata["alpha_mode"] = "1"
+        for i in range(20):
+            frame = av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=pix_fmt)
+            frame.pts = i
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    for frame in frames_of(clip(file.getvalue())):
+        assert np.abs(np.asarray(frame)[:, 40:].astype(int) - 255).max() < 12
+        assert np.abs(np.asarray(frame)[:, :24].astype(int) - (200, 30, 30)).max() < 25
 
 
 def test_the_count_is_that_of_transformers() -> None:
@@ -204,6 +281,8 @@ def test_a_list_of_frames_is_a_video() -> None:
     uris = ["data:image/png;base64," + base64.b64encode(frame).decode() for frame in frames]
     for same in (arrays, list(arrays), pictures, uris, {"frames": frames, "fps": 4}):
         assert clip(same, fps=4.0) == ref
+    for fps in (np.int64(2), np.float32(2), np.float64(2)):
+        assert clip({"frames": frames, "fps": fps}) == clip({"frames": frames, "fps": 2})
     few = clip_of(clip({"frames": frames, "fps": 2}, max_frames=4))
     assert few.timestamps == (0, 1.5, 3.0, 4.5)
 
