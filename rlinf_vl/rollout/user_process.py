@@ -305,7 +305,7 @@ class UserProcessPool:
                 if not isinstance(error, ProcessDied):
                     raise
                 self._failure_times[place] = time.monotonic()
-                if not any(other.is_ready for other in self._usable):
+                if not any(candidate.is_ready for candidate in self._usable):
                     raise
 
     def _next_place(self) -> int:
