@@ -44,6 +44,9 @@ if kind == "write":
 if kind == "memory":
     data = bytearray(os.urandom(1)) * 2**30
     time.sleep(1000)
+if kind == "child memory":
+    code = "import time; data = bytearray(b'x') * 2**30; time.sleep(1000)"
+    subprocess.run([sys.executable, "-S", "-c", code], start_new_session=True)
 if kind == "orphan":
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
 if kind == "segfault":

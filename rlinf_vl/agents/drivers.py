@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +20,8 @@ from weakref import WeakKeyDictionary
 
 import psutil
 
+from rlinf_vl.agents import command_guard
+from rlinf_vl.agents.command_guard import OWNER, folder_prefix, owner_name
 from rlinf_vl.agents.contract import AgentTask
 from rlinf_vl.config.schema.rollout import AGENT_CALL
 from rlinf_vl.data.unusable import shorten
@@ -177,14 +181,19 @@ class CommandDriver:
         self._command = list(command)
         self.timeout_s, self._memory_bytes = timeout_s, memory_gb * 2**30
         self._keys: set[str] = set()
+        self._owner = owner_name(os.getpid())
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def hung(self) -> int:
         return 0
 
     async def run(self, task: AgentTask, url: str, key: str) -> Any:
+        if self._guard is None:
+            self._guard = start_guard(self._owner)
         self._keys.add(key)
-        with tempfile.TemporaryDirectory(prefix="rlinf-agent-", ignore_cleanup_errors=True) as name:
+        prefix = folder_prefix(self._owner)
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             task_path = folder / "task.json"
             await asyncio.to_thread(task_path.write_text, task.as_json(), encoding="utf-8")
@@ -194,9 +203,10 @@ class CommandDriver:
                 "OPENAI_API_KEY": key,
                 "RLINF_VL_TASK": str(task_path),
                 MARK: key,
+                OWNER: self._owner,
             }
             try:
-                return await self._run(folder, environment)
+                return await self._run(folder, environment, key)
             finally:
                 self._keys.discard(key)
                 # Also those that have left the group, or that outlived their parents.
@@ -205,8 +215,12 @@ class CommandDriver:
     def close(self) -> None:
         if self._keys:
             end_processes(self._keys)
+        if self._guard is not None:
+            # It ends with its input.
+            self._guard.communicate()
+            self._guard = None
 
-    async def _run(self, folder: Path, environment: Mapping[str, str]) -> Any:
+    async def _run(self, folder: Path, environment: Mapping[str, str], key: str) -> Any:
         output, errors = bytearray(), bytearray()
         async with _pipe() as (output_stream, output_end), _pipe() as (error_stream, error_end):
             try:
@@ -226,7 +240,7 @@ class CommandDriver:
                 os.close(error_end)
             reading = asyncio.ensure_future(_read(output_stream, output, MAX_OUTPUT))
             reading_errors = asyncio.ensure_future(_read_end(error_stream, errors))
-            await self._until_end(process, reading, reading_errors)
+            await self._until_end(process, reading, reading_errors, key)
         # A result that was written before a crash does not count.
         if process.returncode:
             raise AgentFailed(f"{_ending(process.returncode)}: {_last_lines(errors)}")
@@ -237,13 +251,14 @@ class CommandDriver:
         process: asyncio.subprocess.Process,
         reading: "asyncio.Future[None]",
         reading_errors: "asyncio.Future[None]",
+        key: str,
     ) -> None:
         """Wait for the end of a command, or end it at one of its limits.
 
         Raises:
             AgentFailed: it was ended.
         """
-        memory = asyncio.ensure_future(self._watch_memory(process.pid))
+        memory = asyncio.ensure_future(self._watch_memory(key))
         ended = asyncio.ensure_future(process.wait())
         work = [reading, reading_errors, memory, ended]
         try:
@@ -269,16 +284,28 @@ class CommandDriver:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
 
-    async def _watch_memory(self, session: int) -> None:
-        """Raise AgentFailed once a session's processes have more memory than they may."""
+    async def _watch_memory(self, key: str) -> None:
+        """Raise AgentFailed once an agent's processes have more memory than they may."""
         while True:
             await asyncio.sleep(LOOK_S)
-            used = (await asyncio.to_thread(_memory_look.by_session)).get(session, 0)
+            used = (await asyncio.to_thread(_memory_look.by_key)).get(key, 0)
             if used > self._memory_bytes:
                 raise AgentFailed(
                     f"used {used / 2**30:.2g} GiB, and rollout.agent.memory_gb is "
                     f"{self._memory_bytes / 2**30:g}"
                 )
+
+
+def start_guard(owner: str) -> "subprocess.Popen[bytes]":
+    """Sweep for killed workers, and start the process that does so when this one is killed."""
+    folder = tempfile.gettempdir()
+    command_guard.sweep_ended(Path(folder))
+    # Without site's packages: it starts within milliseconds, and keeps 10 MiB.
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", command_guard.__file__, owner, folder],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the run
+    )
 
 
 def _kill_group(group: int) -> None:
@@ -298,30 +325,40 @@ def end_processes(keys: set[str]) -> None:
 
 
 class MemoryLook:
-    """The resident memory of sessions of processes. One look for all commands: there may be
-    hundreds."""
+    """The resident memory of agents' processes. One look for all commands: there may be hundreds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._time = -math.inf
-        self._totals: dict[int, int] = {}
+        self._totals: dict[str, int] = {}
 
-    def by_session(self) -> dict[int, int]:
-        """Return the resident bytes of all processes of each session, at most `LOOK_S` old."""
+    def by_key(self) -> dict[str, int]:
+        """Return the resident bytes of all processes of each key, at most `LOOK_S` old."""
         with self._lock:
             if time.monotonic() - self._time > LOOK_S / 2:
                 self._totals, self._time = self._measure(), time.monotonic()
             return self._totals
 
-    def _measure(self) -> dict[int, int]:
-        totals: dict[int, int] = {}
+    def _measure(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        mark = f"{MARK}=".encode()
         page = os.sysconf("SC_PAGE_SIZE")
-        for path in Path("/proc").glob("[0-9]*/stat"):
+        keys: dict[int, str] = {}  # by process
+        processes: list[tuple[int, int, int]] = []  # (process, session, resident bytes)
+        for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, ValueError, IndexError):
                 # The name, which stands in brackets, may hold anything.
-                fields = path.read_text().rpartition(")")[2].split()
-                session, resident = int(fields[3]), int(fields[21])
-                totals[session] = totals.get(session, 0) + resident * page
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                processes.append((int(path.name), int(fields[3]), int(fields[21]) * page))
+                # By the environment, which a child keeps in a session of its own.
+                for entry in (path / "environ").read_bytes().split(b"\0"):
+                    if entry.startswith(mark):
+                        keys[int(path.name)] = entry[len(mark) :].decode()
+        for pid, session, resident in processes:
+            # One that has cleared its environment counts with the leader of its session.
+            key = keys.get(pid) or keys.get(session)
+            if key is not None:
+                totals[key] = totals.get(key, 0) + resident
         return totals
 
 

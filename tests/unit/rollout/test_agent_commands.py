@@ -2,7 +2,9 @@
 
 import gc
 import os
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from agent_groups import play
 from scripted_engine import Scripted
 
+from rlinf_vl.agents.command_guard import sweep_ended
 from rlinf_vl.agents.drivers import MARK, CommandDriver
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
@@ -66,6 +69,7 @@ FAULTS = {
     "crash": "ended with exit code 3",
     "write": "wrote more than 1048576 bytes of output",
     "memory": "GiB, and rollout.agent.memory_gb is 0.5",
+    "child memory": "GiB, and rollout.agent.memory_gb is 0.5",
     "segfault": "was ended by SIGSEGV",
     "no result": "wrote 'not JSON' as its result",
     "flood": "ended with exit code 1",
@@ -84,6 +88,41 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(monkeypatch, pro
     trajectories = outcome(monkeypatch, processor, ["hang", "orphan"], [0, 1], timeout_s=4.0)
     assert "did not end within rollout.agent.timeout=4 s" in trajectories[0].error
     assert trajectories[1].error is None
+
+
+def test_nothing_is_left_of_a_killed_worker_but_for_the_next_start(tmp_path):
+    code = f"""
+import asyncio
+from rlinf_vl.agents.contract import AgentTask
+from rlinf_vl.agents.command_guard import sweep_ended
+from rlinf_vl.agents.drivers import CommandDriver
+from rlinf_vl.types import Problem
+command = ["sh", "-c", "setsid sleep 1000 & echo $! > {tmp_path}/pid; sleep 1000"]
+driver = CommandDriver(command, 600.0, 1.0)
+asyncio.run(driver.run(AgentTask(Problem("p", (), ""), 0, 0), "http://127.0.0.1:1", "key"))
+"""
+    folder, mark = tmp_path / "folders", tmp_path / "pid"
+    folder.mkdir()
+    environment = os.environ | {"TMPDIR": str(folder)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    deadline = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text().endswith("\n")):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    (left,) = folder.iterdir()
+    sweep_ended(folder)
+    assert left.exists(), "its worker is alive"
+    child = psutil.Process(int(mark.read_text()))
+    parent.kill()
+    parent.wait()
+    while list(folder.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    # As if the guard had been killed, too.
+    left.mkdir()
+    sweep_ended(folder)
+    assert not left.exists()
 
 
 def test_a_command_that_is_not_there(monkeypatch, processor):
