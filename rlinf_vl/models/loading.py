@@ -3,7 +3,7 @@
 import re
 import shutil
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.logging import disable_progress_bar
 
 from rlinf_vl.models.family import Family
@@ -21,26 +23,21 @@ from rlinf_vl.models.mixture import mixture_forward
 #: Names of a config's shares of dropout.
 DROPOUT = re.compile(r"dropout|drop_path|drop_prob|pdrop")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Names in safetensors files of dtypes in half precision.
+HALF_PRECISION = {"BF16", "F16"}
 #: Parts of a model that are trained or frozen, each with its learning rate. Embeddings and head are
 #: in the language model.
 PARTS = ("language_model", "projector", "vision_tower")
 
-#: Files of a checkpoint folder that are not weights or model config: they travel unchanged into an
-#: export.
-TOKENIZER_AND_PROCESSOR_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
+#: Endings of files of weights and of their indices, in the formats that the hub has.
+WEIGHT_ENDINGS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
+    *(".onnx", ".onnx_data", ".npz", ".npy", ".distcp"),
+    *(".safetensors.index.json", ".bin.index.json"),
 )
+#: Files that a written checkpoint has of its own, or lacks: its config, and a card that would
+#: describe the model that training began with.
+OWN_FILES = ("config.json", "README.md")
 
 
 def load_model(
@@ -130,8 +127,8 @@ def _kept_in_float32(endings: Collection[str]) -> Iterator[None]:
 def float32_in_checkpoint(path: str | Path) -> set[str]:
     """Return the names of weights stored in float32 beside others in half precision.
 
-    These are mostly norms and routers. The result is empty for a checkpoint in one dtype, which
-    tells nothing about single weights.
+    These are mostly norms and routers. The result is empty for a checkpoint without weights in half
+    precision, which tells nothing about single weights. Integers, such as counts, do not matter.
     """
     dtypes = dict[str, str]()
     for file in _weight_files(path):
@@ -139,7 +136,7 @@ def float32_in_checkpoint(path: str | Path) -> set[str]:
             for name in weights.keys():  # noqa: SIM118  # the handle is no mapping
                 dtypes[name] = weights.get_slice(name).get_dtype()
     stored = {name for name, dtype in dtypes.items() if dtype == "F32"}
-    return stored if len(stored) < len(dtypes) else set()
+    return stored if HALF_PRECISION.intersection(dtypes.values()) else set()
 
 
 def carried_weights(path: str | Path, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
@@ -163,17 +160,41 @@ def _weight_files(path: str | Path) -> list[Path]:
 
 
 def cast_model(
-    model: nn.Module, family: Family, dtype: torch.dtype, float32: Collection[str] = ()
+    model: PreTrainedModel, family: Family, dtype: torch.dtype, float32: Collection[str] = ()
 ) -> None:
     """Cast the weights to `dtype`, except those that stay in float32; buffers stay as they are.
 
     `Family.float32_weights` and the names in `float32`, which are those of a checkpoint, become
     float32.
     """
+    float32 = {*float32, *_names_in_memory(model, float32)}
     for name, weight in model.named_parameters():
         stored = {name, *(part for part, _ in family.engine_names(name, weight.detach()))}
         stays_float32 = family.stays_float32(name) or not stored.isdisjoint(float32)
         weight.data = weight.data.to(torch.float32 if stays_float32 else dtype)
+
+
+def _names_in_memory(model: PreTrainedModel, stored_names: Iterable[str]) -> Iterator[str]:
+    """Yield the names that weights of a checkpoint have in transformers' model.
+
+    A stored weight may become several, such as queries, keys and values.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    targets_by_source = {
+        source: converter.target_patterns
+        for converter in converters
+        for source in converter.source_patterns
+    }
+    weights = model.state_dict()
+    for stored_name in stored_names:
+        name, source = rename_source_key(
+            stored_name, renamings, converters, model.base_model_prefix, weights
+        )
+        first, *others = targets_by_source.get(source or "", [""])
+        yield name
+        yield from (name.replace(first, other) for other in others)
 
 
 def weight_shapes(
@@ -271,16 +292,37 @@ def vocab_size(model: PreTrainedModel) -> int:
     return output_weight(model).shape[0]
 
 
-def copy_processor_files(source: str | Path, target: Path) -> None:
-    """Copy tokenizer, chat template, image processor and generation config of a checkpoint.
+def folder_without_weights(source: str | Path, *, local_files_only: bool = False) -> Path:
+    """Return the folder of a checkpoint; of one on the hub all files but weights are there.
 
-    `source` is a folder or a cached model of the hub.
+    Raises:
+        OSError: `local_files_only`, and the hub's cache does not have it.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = Path(
-            snapshot_download(str(source), allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES))
-        )
-    for name in TOKENIZER_AND_PROCESSOR_FILES:
-        if (folder / name).exists():
-            shutil.copyfile(folder / name, target / name)
+    if Path(source).is_dir():
+        return Path(source)
+    patterns = [f"*{ending}" for ending in WEIGHT_ENDINGS]
+    folder = snapshot_download(
+        str(source), ignore_patterns=patterns, local_files_only=local_files_only
+    )
+    return Path(folder)
+
+
+def copy_processor_files(source: str | Path, target: Path) -> None:
+    """Copy all files of a checkpoint but weights, their index and the model's config.
+
+    These are tokenizer, templates, processors, generation config, licence, and the Python of a
+    checkpoint that brings its own. `source` is a folder or a model of the hub.
+    """
+    _copy_small_files(folder_without_weights(source), target)
+
+
+def _copy_small_files(folder: Path, target: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((".", "__pycache__")):
+            continue
+        # A folder with a config is another checkpoint, such as those of a trainer.
+        if path.is_dir() and not (path / "config.json").exists():
+            _copy_small_files(path, target / path.name)
+        elif path.is_file() and not (path.name in OWN_FILES or path.name.endswith(WEIGHT_ENDINGS)):
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / path.name)

@@ -314,11 +314,12 @@ def write_replay(
 def model_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a model's folder that a replay needs beside its weights; {} if they are
     too large for the file, or on the hub."""
-    names = {"config.json", "chat_template.jinja", "merges.txt"}
+    # Tokenizers, templates and processors; a file "model….json" is an index of weights.
+    endings = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
     files = {
         path.name: path.read_bytes()
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.name in names or (path.suffix == ".json" and not path.name.startswith("model"))
+        if path.suffix in endings and not path.match("model*.json")
     }
     return files if sum(map(len, files.values())) <= MAX_MODEL_FILE_BYTES else {}
 

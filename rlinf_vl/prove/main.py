@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlinf_vl.errors import ConfigError, nearest
 from rlinf_vl.models.families import FAMILIES, family_at, family_of
 from rlinf_vl.models.family import Family
-from rlinf_vl.models.loading import TOKENIZER_AND_PROCESSOR_FILES
+from rlinf_vl.models.loading import folder_without_weights
 from rlinf_vl.prove.certificate import (
     Outcome,
     add_to_certificate,
@@ -113,9 +112,7 @@ def _files_of(checkpoint: str) -> Path | None:
     """Return the folder of the checkpoint's small files, None for a model type."""
     if Path(checkpoint).exists():
         return Path(checkpoint)
-    if "/" not in checkpoint:
-        return None
-    return Path(snapshot_download(checkpoint, allow_patterns=list(TOKENIZER_AND_PROCESSOR_FILES)))
+    return folder_without_weights(checkpoint) if "/" in checkpoint else None
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.family import Family, submodules
 from rlinf_vl.models.image_processor import processor_settings
-from rlinf_vl.models.loading import DTYPES, TOKENIZER_AND_PROCESSOR_FILES
+from rlinf_vl.models.loading import DTYPES, copy_processor_files, folder_without_weights
 from rlinf_vl.preflight.model import model_config
 from rlinf_vl.toy import files
 from rlinf_vl.toy.model import write_files
@@ -92,7 +91,9 @@ def write_checkpoint(config: Config, folder: Path) -> RandomCheckpoint:
     family = (
         family_of(rollout.model_type, files=config.runner.code_files)
         if is_code(rollout.model_type)
-        else family_at(shape, config.actor.model.vlm.paths)
+        else family_at(
+            shape, config.actor.model.vlm.paths, trust_remote_code=rollout.trust_remote_code
+        )
     )
     folder.mkdir(parents=True)
     own_files = _copy_own_files(rollout.model_path, folder)
@@ -132,18 +133,19 @@ def _token_side(family: Family, shape: Any, folder: Path) -> int:
 
 
 def _copy_own_files(path: str, folder: Path) -> bool:
-    """Copy the model's own tokenizer and image settings from its folder or the hub's cache.
+    """Copy the model's own files but weights and config from its folder or the hub's cache.
 
     Returns:
-        Whether there were any.
+        Whether a tokenizer was among them.
     """
-    copied = False
-    for name in () if path in TOYS else TOKENIZER_AND_PROCESSOR_FILES:
-        source = Path(path) / name if Path(path).is_dir() else try_to_load_from_cache(path, name)
-        if isinstance(source, str | Path) and Path(source).is_file():
-            shutil.copyfile(source, folder / name)
-            copied |= name in ("tokenizer.json", "vocab.json")
-    return copied
+    if path in TOYS:
+        return False
+    try:
+        copy_processor_files(folder_without_weights(path, local_files_only=True), folder)
+    except OSError:  # neither a folder nor in the hub's cache
+        return False
+    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    return any((folder / name).exists() for name in names) or any(folder.glob("*.tiktoken"))
 
 
 def _write_stand_in(path: str, shape: Any, family: Family, folder: Path) -> None:

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import group, tiny_collator, tiny_model, tiny_policy, tiny_trainer, transformers_logprobs
+from tiny_tiles import write_internvl
 
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.config.schema import ActorConfig
-from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.models.loading import cast_model, float32_in_checkpoint, load_model
 from rlinf_vl.models.saving import save_model
 from rlinf_vl.packing.collator import Member
@@ -113,4 +114,22 @@ def test_an_export_has_the_dtypes_of_its_checkpoint(family, tmp_path):
 
 def test_a_checkpoint_in_one_dtype_says_nothing_of_single_weights(tmp_path):
     save_model(tiny_model(), FAMILIES["qwen3_vl"], tmp_path)
+    save_file({"steps": torch.zeros(1, dtype=torch.int64)}, tmp_path / "counts.safetensors")
     assert float32_in_checkpoint(tmp_path) == set()
+
+
+def test_an_export_keeps_float32_under_stored_names_that_memory_lacks(tmp_path):
+    """InternVL's checkpoints name the text model otherwise than transformers' model does."""
+    source = write_internvl(tmp_path)
+    family = family_of("auto", source)
+    (file,) = source.glob("*.safetensors")
+    stored = {
+        name: value if "norm" in name else value.bfloat16()
+        for name, value in load_file(file).items()
+    }
+    save_file(stored, file, {"format": "pt"})
+    model = load_model(source, family, torch.float32)
+    assert not set(dict(model.named_parameters())).issuperset(stored)
+    cast_model(model, family, torch.bfloat16, float32_in_checkpoint(source))
+    save_model(model, family, tmp_path / "export")
+    assert dtypes(tmp_path / "export") == dtypes(source)

@@ -76,3 +76,19 @@ def test_experts_that_only_transformers_can_read_are_known(size, tmp_path):
             folder.name == "theirs" or size in (16, 32)
         )
     assert not stored_as_in_memory(folder, family_of("qwen3_vl"), shapes)
+
+
+def test_an_export_has_every_file_but_weights_index_and_config(tmp_path):
+    """Python of trusted checkpoints, tokenizers of other kinds, further templates."""
+    (source := tmp_path / "source").mkdir()
+    names = ["modeling_x.py", "tokenizer.model", "qwen.tiktoken", "LICENSE", "tokenizer.json"]
+    names += ["additional_chat_templates/tools.jinja"]
+    others = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others += ["pytorch_model.bin", "README.md", ".cache/x.json", "__pycache__/x.pyc"]
+    others += ["checkpoint-5/config.json", "checkpoint-5/tokenizer.json"]
+    for name in (*names, *others):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    copy_processor_files(source, target := tmp_path / "target")
+    copied = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
+    assert copied == set(names)
