@@ -109,7 +109,7 @@ def family_by_path(
         positions=mrope_positions if has_mrope else counted_positions,
         text_forward=text if has_mrope else plain_positions,
         encode_images=encode_images,
-        image_processor=AnyImages,
+        image_processor=partial(AnyImages, trust_remote_code=trust_remote_code),
         videos=None,
         prices=partial(_prices, _numel(model.get_submodule(blocks[1])), _numel(parts.tower)),
     )
@@ -128,7 +128,7 @@ def family_by_path(
         image_encoder=parts.owner_path,
         encode_images=encoder,
         prices=partial(_prices, _numel(model.get_submodule(blocks[1])), tower_products),
-        image_processor=TileImages,
+        image_processor=partial(TileImages, trust_remote_code=trust_remote_code),
         blank_image=blank_tile,
         blank_tokens=_tokens_of_a_tile(encoder, config, parts),
     )
@@ -263,9 +263,22 @@ ALL_ATTENTION_FUNCTIONS.register("context", attend)
 class AnyImages(QwenImages):
     """Patches made by the checkpoint's own processor, which is run once for each image size."""
 
-    @staticmethod
-    def load(path: str | Path) -> Any:
-        return AutoImageProcessor.from_pretrained(path, backend="pil")
+    def __init__(
+        self,
+        path: str | Path,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load the processor of a checkpoint, with Python of its own if it is trusted."""
+        self._trust_remote_code = trust_remote_code
+        super().__init__(path, min_pixels, max_pixels)
+
+    def load(self, path: str | Path) -> Any:
+        return AutoImageProcessor.from_pretrained(
+            path, backend="pil", trust_remote_code=self._trust_remote_code
+        )
 
     @cache  # noqa: B019  # one processor in a process
     def grid(self, height: int, width: int) -> tuple[int, int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -59,8 +59,7 @@ class QwenImages:
         self.patch_size: int = self._processor.patch_size
         self._merge_size: int = self._processor.merge_size
 
-    @staticmethod
-    def load(path: str | Path) -> Any:
+    def load(self, path: str | Path) -> Any:
         """Load the image processor of a checkpoint; a subclass may load another kind."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
             Qwen2VLImageProcessorPil,

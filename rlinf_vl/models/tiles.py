@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.processing_auto import (
     PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
     processor_class_from_name,
@@ -36,9 +37,14 @@ class TileImages:
     """
 
     def __init__(
-        self, path: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
+        self,
+        path: str | Path,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        *,
+        trust_remote_code: bool = False,
     ) -> None:
-        """Load the processor of a checkpoint.
+        """Load the processor of a checkpoint, with Python of its own if it is trusted.
 
         Raises:
             ValueError: a bound of pixels is set, which tiles don't have; or tiles have unequal
@@ -50,11 +56,12 @@ class TileImages:
                     f"data.image_{key}_pixels: {bound}, but {path} cuts images into tiles of one "
                     "size, whose number its own processor sets; leave it out"
                 )
-        self._processor = images_processor(path)
+        self._processor = images_processor(path, trust_remote_code=trust_remote_code)
         self._tokenizer = self._processor.tokenizer
         self.placeholder: str = self._processor.image_token
         # The config's id, if the template's text is another token.
-        self._id = image_token_id(AutoConfig.from_pretrained(path))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        self._id = image_token_id(config)
         rows, ids = self._process(Image.new("RGB", (64, 64)))
         self._tokens_per_tile, remainder = divmod(int((ids == self._id).sum()), len(rows))
         if remainder or not self._tokens_per_tile:
@@ -142,15 +149,20 @@ class TileImages:
         return tiles, np.asarray(out["input_ids"][0], np.int32)
 
 
-def images_processor(path: str | Path) -> Any:
+def images_processor(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the combined processor of a checkpoint for images alone.
 
     Without its video processor, which needs torchvision.
     """
     settings, _ = ProcessorMixin.get_processor_dict(path)
-    model_type = AutoConfig.from_pretrained(path).model_type
-    name: Any = settings.pop("processor_class", None) or PROCESSOR_MAPPING_NAMES[model_type]
-    processor_class = processor_class_from_name(name)
+    name: Any = settings.pop("processor_class", None)
+    reference = settings.get("auto_map", {}).get("AutoProcessor")
+    if trust_remote_code and reference:
+        processor_class = get_class_from_dynamic_module(reference, path)
+    else:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        name = name or PROCESSOR_MAPPING_NAMES[config.model_type]
+        processor_class: Any = processor_class_from_name(name)
 
     class ImagesOnly(processor_class):  # pyright: ignore[reportGeneralTypeIssues]
         def check_argument_for_proper_class(self, *_: Any) -> None:
@@ -162,8 +174,10 @@ def images_processor(path: str | Path) -> Any:
         if key not in ("image_processor", "video_processor", "tokenizer", "auto_map")
     }
     return ImagesOnly(
-        image_processor=AutoImageProcessor.from_pretrained(path, backend="pil"),
-        tokenizer=AutoTokenizer.from_pretrained(path),
+        image_processor=AutoImageProcessor.from_pretrained(
+            path, backend="pil", trust_remote_code=trust_remote_code
+        ),
+        tokenizer=AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),
         **own_settings,
     )
 

@@ -83,7 +83,7 @@ class Model:
         self.family = (
             family_of(rollout.model_type, files=files)
             if is_code(rollout.model_type)
-            else family_at(self.shape, paths)
+            else family_at(self.shape, paths, trust_remote_code=rollout.trust_remote_code)
         )
         self._config = config
         self._meta_model, self._checkpointing = self._make()
@@ -112,6 +112,7 @@ class Model:
             frozen=config.actor.model.frozen_parts,
             lora=config.actor.model.adapters,
             router=not config.actor.model.freeze_router,
+            trust_remote_code=config.rollout.model.trust_remote_code,
         )
         return model, checkpoint_blocks(model, self.family, "none")
 
@@ -255,6 +256,7 @@ def meta_model(
     frozen: Collection[str],
     lora: LoraSettings | None = None,
     router: bool = True,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Make the model as a rank computes it, on the meta device: shapes, and no memory.
 
@@ -262,7 +264,12 @@ def meta_model(
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        model = family.model_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = family.model_class.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
     model = use_packed_attention(model, family).train()
     train_parts(model, family, frozen, lora, router=router)
     for weight in model.parameters():

@@ -19,7 +19,7 @@ from rlinf_vl.models.image_processor import ImageProcessor, processor_settings
 from rlinf_vl.models.image_tokens import TOKEN_KEYS, ImageTokens, image_token_id, with_videos
 from rlinf_vl.models.loading import switch_dropout_off, use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
-from rlinf_vl.models.tiles import TileImages, blank_tile
+from rlinf_vl.models.tiles import blank_tile
 from rlinf_vl.models.video_processor import VideoProcessor
 
 #: Sizes of a text model, where its config has the key. SGLang's CPU build rounds those of
@@ -165,7 +165,7 @@ def member_with(family: Family, tiny: PretrainedConfig, folder: str | Path) -> M
     _name_sections(tiny, family)
     if family.vision_tower is None:
         return Member(family, tiny, None)
-    if family.image_processor is TileImages:
+    if family.blank_image is blank_tile:
         # Of the tiny tower's size, which the checkpoint's processor does not cut.
         family = replace(family, blank_tokens=family_at(tiny).blank_tokens)
         return Member(family, tiny, MemberTiles(tiny, family.blank_tokens))

@@ -1,6 +1,8 @@
 """Models whose family has no file: their parts as transformers names them, tiles, and what is refused."""
 
 import io
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -291,6 +293,21 @@ def test_a_blank_image_has_all_its_tokens(folders):
 def test_a_processor_that_writes_another_placeholder_is_refused(folder):
     with pytest.raises(ValueError, match="writes id .* but the config names id 5"):
         tiles.TileImages(folder).image_tokens(5)
+
+
+def test_python_of_a_trusted_checkpoint_cuts_its_images(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "mine.py").write_text(
+        "from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (\n"
+        "    GotOcr2ImageProcessorPil,\n)\n\n\n"
+        "class Mine(GotOcr2ImageProcessorPil):\n    pass\n"
+    )
+    file = tmp_path / "preprocessor_config.json"
+    settings = json.loads(file.read_text()) | {"auto_map": {"AutoImageProcessor": "mine.Mine"}}
+    file.write_text(json.dumps(settings | {"image_processor_type": "Mine"}))
+    family = family_of("auto", tmp_path, trust_remote_code=True)
+    processor = Processor(tmp_path, family, trust_remote_code=True).image_processor
+    assert type(processor._processor.image_processor).__name__ == "Mine"
 
 
 @pytest.mark.parametrize("key", ["logits_scaling", "final_logit_softcapping"])
