@@ -1,6 +1,7 @@
 """The verb `prove-family`: proves the paths of a checkpoint's family, and shows the outcomes."""
 
 import argparse
+import copy
 import json
 import sys
 import tempfile
@@ -30,9 +31,20 @@ from rlinf_vl.prove.member import Member, member_of, member_with
 from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.user_code import CodeError, is_code
 
-#: Settings of released checkpoints, of model types whose default config can't encode an image, or
-#: has a padding token beyond its vocabulary.
+#: GLM's checkpoints rotate half of a head of 128, in sections of time, height and width.
+GLM_ROTATION = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [8, 12, 12],
+}
+#: Settings of released checkpoints, of model types whose default config can't encode an image,
+#: rotates otherwise than its own class, or has a padding token beyond its vocabulary.
 RELEASED = {
+    "glm46v": {"text_config": {"rope_parameters": GLM_ROTATION}},
+    "glm4v": {"text_config": {"rope_parameters": GLM_ROTATION}},
+    "glm4v_moe": {"text_config": {"rope_parameters": GLM_ROTATION, "head_dim": 128}},
+    "glmga": {"text_config": {"rope_parameters": GLM_ROTATION}},
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "idefics3": {"text_config": {"vocab_size": 128259}},
     "smolvlm": {"pad_token_id": 2},
@@ -137,7 +149,7 @@ def _config_of(checkpoint: str) -> PretrainedConfig:
         except (OSError, ValueError) as error:
             raise ConfigError(f"checkpoint {checkpoint!r}: {error}") from error
     try:
-        return AutoConfig.for_model(checkpoint, **RELEASED.get(checkpoint, {}))
+        return AutoConfig.for_model(checkpoint, **copy.deepcopy(RELEASED.get(checkpoint, {})))
     except ValueError:
         raise ConfigError(
             f"checkpoint {checkpoint!r}: no folder, and transformers has no such model type;"

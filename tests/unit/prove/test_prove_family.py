@@ -440,6 +440,12 @@ def test_a_certificate_that_comes_with_the_package_holds(name, tmp_path):
     assert content["proven"] == (not proven_wrong(name)) and not not_proven(name)
 
 
+@pytest.mark.parametrize("name", ["glm4v", "glm4v_moe"])
+def test_a_model_type_has_its_checkpoints_rotation(name, capsys):
+    assert main(["prove-family", name, "--paths", "positions"]) == 0
+    assert "proven" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "glm4v"])
 def test_a_tower_by_its_path_is_proven(name, tmp_path):
     """Families that are not in the table; GLM's checkpoints rotate half of a head."""
