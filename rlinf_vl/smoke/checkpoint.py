@@ -26,7 +26,12 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.family import Family, submodules
 from rlinf_vl.models.image_processor import processor_settings
-from rlinf_vl.models.loading import DTYPES, copy_processor_files, folder_without_weights
+from rlinf_vl.models.loading import (
+    DTYPES,
+    copy_processor_files,
+    folder_without_weights,
+    saved_buffers,
+)
 from rlinf_vl.preflight.model import model_config
 from rlinf_vl.toy import files
 from rlinf_vl.toy.model import write_files
@@ -206,7 +211,7 @@ def _write_weights(model: PreTrainedModel, family: Family, folder: Path) -> None
         getattr(model.config, part).update(keys)
     generation_config = folder / "generation_config.json"
     generation = generation_config.read_bytes() if generation_config.exists() else None
-    buffers = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    buffers = saved_buffers(model)
     weight_map: dict[str, str] = {}
     shards = list(_shards(model, family))
     for number, names in enumerate(shards, 1):
@@ -215,10 +220,8 @@ def _write_weights(model: PreTrainedModel, family: Family, folder: Path) -> None
             for stored_name, stored in family.engine_names(name, value):
                 # transformers recognises layouts by their shape: see `save_model`.
                 weights[stored_name] = value if stored.shape == value.shape else stored.contiguous()
-        if number == 1:  # buffers, such as a router's correction
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        if number == 1:  # such as a router's correction
+            weights |= {name: _initial_value(model, name) for name in buffers}
         aside = folder / "block"
         model.save_pretrained(
             aside, state_dict=weights, save_original_format=family.exports_original_format
@@ -259,20 +262,53 @@ def _random_weights(
     """
     modules = dict(model.named_modules())
     for name in names:
-        path, _, attribute = name.rpartition(".")
-        module, weight = modules[path], model.get_parameter(name)
+        module, weight = modules[name.rpartition(".")[0]], model.get_parameter(name)
         if weight.ndim > 1:
             is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
             fan_in = math.prod(weight.shape[1:]) if is_convolution else weight.shape[-1]
             yield name, _cut(pool, weight.shape, fan_in**-0.5, generator)
         elif any(p.ndim > 1 for p in module.parameters(recurse=False)):
             yield name, torch.zeros(weight.shape, dtype=weight.dtype)
-        else:
-            # A norm, or the like: its memory is small.
-            leaf = copy.deepcopy(module)
-            leaf._modules = {}
-            model._init_weights(leaf.to_empty(device="cpu"))
-            yield name, leaf.get_parameter(attribute).detach()
+        else:  # a norm, or the like
+            yield name, _initial_value(model, name)
+
+
+@torch.no_grad()
+def _initial_value(model: PreTrainedModel, name: str) -> torch.Tensor:
+    """Return what the parameter or buffer of this name is at first in transformers.
+
+    Raises:
+        ConfigError: the model's initialisation leaves it as it is.
+    """
+    path, _, attribute = name.rpartition(".")
+    # A copy, of which only what the module itself has takes memory.
+    module: Any = copy.deepcopy(model.get_submodule(path))
+    for tensors in (module._parameters, module._buffers):
+        for own_name, tensor in tensors.items():
+            if tensor is not None:
+                unwritten = math.nan if tensor.is_floating_point() else 0
+                value = torch.full(tensor.shape, unwritten, dtype=tensor.dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                tensors[own_name] = nn.Parameter(value, False) if is_parameter else value
+    _initialising_model(model, path)._init_weights(module)
+    value = getattr(module, attribute).detach()
+    if value.isnan().any():
+        raise ConfigError(
+            f"rollout.model.model_path: {type(model).__name__} does not initialise {name} "
+            f"({type(module).__name__}), so that its random weights are unknown; name a checkpoint "
+            "with weights, and leave --smoke out"
+        )
+    return value
+
+
+def _initialising_model(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Return the innermost model that has the module at `path`: its initialisation knows it."""
+    innermost, module = model, model
+    for child_name in path.split(".") if path else ():
+        module = module.get_submodule(child_name)
+        if isinstance(module, PreTrainedModel):
+            innermost = module
+    return innermost
 
 
 def _cut(

@@ -34,6 +34,7 @@ from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.prove.member import member_of
 from rlinf_vl.prove.proofs import Proofs
 from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.smoke.checkpoint import _write_weights
 from rlinf_vl.types import ImageRef
 
 WRITERS = {"internvl": write_internvl, "idefics3": write_idefics3, "gemma3": write_gemma3}
@@ -293,6 +294,24 @@ def test_a_blank_image_has_all_its_tokens(folders):
 def test_a_processor_that_writes_another_placeholder_is_refused(folder):
     with pytest.raises(ValueError, match="writes id .* but the config names id 5"):
         tiles.TileImages(folder).image_tokens(5)
+
+
+@pytest.mark.parametrize("name", ["internvl", "llava"])
+def test_random_weights_are_all_written(name, tmp_path):
+    """InternVL's layer scales belong to its tower, and LLaVA's class token to a CLIP inside."""
+    content = json.loads((certificates_module.FOLDER / f"{name}.json").read_text())
+    config = AutoConfig.for_model(**content["member"])
+    family = family_at(config)
+    with torch.device("meta"):
+        model = family.model_class.from_config(config)
+    _write_weights(model, family, tmp_path)
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    state = loaded.state_dict()
+    assert not [key for key, value in state.items() if not value.isfinite().all()]
+    if name == "internvl":
+        scale = state["model.vision_tower.encoder.layer.0.lambda_1"]
+        assert torch.equal(scale, config.vision_config.layer_scale_init_value * torch.ones(32))
 
 
 def test_python_of_a_trusted_checkpoint_cuts_its_images(folder, tmp_path):
