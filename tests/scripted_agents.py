@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -81,6 +82,18 @@ async def paid_walk(task, client):
     reward = 0.5 if maze.distance == 0 else 0.0
     metrics = {f"paid_{k}": paid for k, paid in enumerate(result.call_rewards.values())}
     return replace(result, reward=reward, metrics=metrics | {"paid_at_goal": reward})
+
+
+async def asks_and_fails(task, client):
+    """Ask for what is refused."""
+    await client.chat.completions.create(model="policy", messages=task.messages, n=3)
+
+
+async def asks_and_goes_on(task, client):
+    """Ask for what is refused, and take no notice."""
+    with suppress(Exception):
+        await asks_and_fails(task, client)
+    return 0.0
 
 
 def ask(text, *images):

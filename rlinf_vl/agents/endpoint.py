@@ -76,6 +76,7 @@ class Endpoint:
         self.url = ""
         self._host, self._port, self._model = host, port, model
         self._sessions: dict[str, Session] = {}
+        self._refusals: dict[str, ChatError] = {}  # by key: the first one, while the key is open
         self._serving: asyncio.Task[None] | None = None
         self._server: Any = None
         self._starting = asyncio.Lock()
@@ -136,6 +137,11 @@ class Endpoint:
     def end(self, key: str) -> None:
         """End a key: its calls are refused from now on."""
         self._sessions.pop(key, None)
+        self._refusals.pop(key, None)
+
+    def refusal_of(self, key: str) -> ChatError | None:
+        """Return why a request of this open key was refused first; None if none was."""
+        return self._refusals.get(key)
 
     def app(self) -> Any:
         """Return the ASGI application."""
@@ -185,6 +191,9 @@ class Endpoint:
         except ChatError as error:
             if session is not None:
                 session.note_refusal()
+            # A failure of the engine is no refusal.
+            if error.status < 500 and (key := _key_of(request)) in self._sessions:
+                self._refusals.setdefault(key, error)
             return self.refuse(error)
         except Exception:  # a fault of ours must not be taken for the agent's
             log.exception("a call of an agent failed")
@@ -195,9 +204,8 @@ class Endpoint:
 
     def _session_of(self, request: Any) -> Session:
         """Return the session of a request's key. Raises ChatError: there is none."""
-        scheme, _, given_key = request.headers.get("authorization", "").partition(" ")
         # One lookup, whatever the key is: there is nothing to compare byte by byte.
-        session = self._sessions.get(given_key.strip()) if scheme.lower() == "bearer" else None
+        session = self._sessions.get(_key_of(request))
         if session is None:
             raise ChatError(
                 "no valid key: each trajectory has a key of its own, which ends with it",
@@ -205,6 +213,12 @@ class Endpoint:
                 "invalid_api_key",
             )
         return session
+
+
+def _key_of(request: Any) -> str:
+    """Return the key that a request gives; "" without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _server_class() -> type:

@@ -1,6 +1,7 @@
 """The batch of a step: groups that were generated for it, checked, planned, and fetched by the
 ranks that train on them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -140,8 +141,11 @@ def check_errors(
     if faults := check_faults(summaries):
         log.event("trajectories_failed", faults)
     if not any(summary.valid for summary in summaries):
-        first_error = summaries[0].trajectories[0].error
-        raise RunError(f"step {log.step}: every trajectory failed; the first reason: {first_error}")
+        errors = Counter(trajectory.error for s in summaries for trajectory in s.trajectories)
+        [(reason, count)] = errors.most_common(1)
+        raise RunError(
+            f"step {log.step}: every trajectory failed, {count} of {errors.total()} with: {reason}"
+        )
 
 
 def count_bad_rows(

@@ -128,6 +128,18 @@ class AgentPlayer(GroupPlayer):
             if session.failure.done():
                 session.failure.result()
             result = self._result(episode.problem, agent)
+            # Nothing was sampled, so nothing could be trained: most often a wrong base URL.
+            if not episode.turns:
+                raise self._fault(episode.problem, "ended without an answer of the policy")
+        except RolloutFault as fault:
+            refusal = self.endpoint.refusal_of(key)
+            # However the agent took it, and in the same words for all agents.
+            if refusal is not None and not episode.turns and not session.failure.done():
+                raise self._fault(
+                    episode.problem,
+                    f"got no answer: the endpoint refused its first call: {refusal}",
+                ) from fault
+            raise
         finally:
             # First the key: whatever the agent left running can add nothing to the trajectory.
             self.endpoint.end(key)
@@ -136,9 +148,6 @@ class AgentPlayer(GroupPlayer):
             await session.close()
             group.first_calls.withdraw(place)
             episode.metrics |= session.metrics
-        # Nothing was sampled, so nothing could be trained: most often a wrong base URL.
-        if not episode.turns:
-            raise self._fault(episode.problem, "ended without an answer of the policy")
         self._record(episode, session, result)
 
     def _result(self, problem: Problem, agent: "asyncio.Future") -> AgentResult:

@@ -380,7 +380,7 @@ def test_faults_of_the_engine_are_events_and_a_step_without_any_trajectory_ends_
     run.pool.changes["train-2-1"] = {"error": ("engine: timed out", None, None, None)}
     run.pool.changes |= {f"train-4-{k}": {"error": ("answer unusable: x",) * 4} for k in range(4)}
     with pytest.raises(
-        RunError, match="step 4: every trajectory failed; the first reason: answer unusable: x"
+        RunError, match="step 4: every trajectory failed, 16 of 16 with: answer unusable: x"
     ):
         run.train()
     assert run.events() == [("trajectories_failed", 2)]

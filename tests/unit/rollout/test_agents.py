@@ -127,6 +127,15 @@ def test_first_calls_wait_for_nobody_who_can_not_call(
     assert sum(error is not None for error in errors) == n_faults
 
 
+@pytest.mark.parametrize("name", ["asks_and_fails", "asks_and_goes_on"])
+def test_a_refused_first_call_is_the_reason_whatever_the_agent_does(toy, name):
+    (group,) = play(agent_player(toy, name), [[1, 2]], sampling_of(toy))
+    (error,) = {t.error for t in group.trajectories}
+    assert error.startswith(
+        "environment: the agent got no answer: the endpoint refused its first call: n: 3 is not supported"
+    )
+
+
 def test_an_agent_that_loops_ends_at_its_limit_of_calls(toy):
     (group,) = play(agent_player(toy, "loops", max_calls=5), [[1]], sampling_of(toy))
     (trajectory,) = group.trajectories
