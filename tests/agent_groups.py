@@ -38,7 +38,7 @@ PROBLEM = Problem(
     "18",
     (SHOWN,),
 )
-#: The toy's chat template shows no tools; with this before it, it does.
+#: The toy's chat template shows tools without their schemas; with this before it, these, too.
 SHOWS_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
 
 CALLS = st.builds(

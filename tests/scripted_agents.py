@@ -84,6 +84,15 @@ async def paid_walk(task, client):
     return replace(result, reward=reward, metrics=metrics | {"paid_at_goal": reward})
 
 
+async def shows_a_tool(task, client):
+    """Ask with a tool that adds."""
+    number = {"type": "integer"}
+    schema = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    await client.chat.completions.create(model="policy", messages=task.messages, tools=[tool])
+    return 0.0
+
+
 async def asks_and_fails(task, client):
     """Ask for what is refused."""
     await client.chat.completions.create(model="policy", messages=task.messages, n=3)

@@ -19,7 +19,7 @@ from rlinf_vl.models.processing import Processor
 from rlinf_vl.toy.files import write_toy_files
 from rlinf_vl.types import Completion, Request, Sample
 
-#: Shows tools before the messages; the toys' own template has none.
+#: Shows tools' schemas before the messages; the toys' own template shows names and arguments only.
 TOOLS_TEMPLATE = """\
 {%- if tools -%}
 <|im_start|>system

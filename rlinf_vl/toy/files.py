@@ -45,7 +45,15 @@ PATCH_SIZE = 8
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
 
+#: Tools are shown as name(arguments): a JSON schema would be longer than all else that the tiny
+#: models read.
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+{% for tool in tools -%}
+{{ tool.function.name }}({{ ((tool.function.parameters or {}).properties or {}) | join(',') }})
+{% endfor %}<|im_end|>
+{% endif -%}
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}

@@ -127,6 +127,16 @@ def test_first_calls_wait_for_nobody_who_can_not_call(
     assert sum(error is not None for error in errors) == n_faults
 
 
+def test_the_toy_shows_an_agents_tools_in_a_few_tokens(toy):
+    (group,) = play(agent_player(toy, "shows_a_tool"), [[1]], sampling_of(toy))
+    (trajectory,) = group.trajectories
+    assert trajectory.error is None
+    (sequence,) = trajectory.sequences
+    text = toy.processor.tokenizer.decode(sequence.ids)
+    assert text.startswith("<|im_start|>system\nadd(a,b)\n<|im_end|>\n<|im_start|>user\n")
+    assert trajectory.turns[0].start < 80
+
+
 @pytest.mark.parametrize("name", ["asks_and_fails", "asks_and_goes_on"])
 def test_a_refused_first_call_is_the_reason_whatever_the_agent_does(toy, name):
     (group,) = play(agent_player(toy, name), [[1, 2]], sampling_of(toy))
