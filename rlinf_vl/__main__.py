@@ -79,6 +79,11 @@ def _train(arguments: argparse.Namespace, stop_request: StopRequest) -> int:
         config = load_config(arguments.config, arguments.overrides, rules)
     if arguments.check:
         if has_torch:
+            from rlinf_vl.trial import tracker_problems  # imports torch
+
+            # Not before a run, which opens its trackers itself: they may write to a server.
+            if problems := list(tracker_problems(config)):
+                raise ConfigError(*problems)
             print(entry.rehearse(config))
         return 0
     stopped_by = entry.launch_training(config, stop_request)

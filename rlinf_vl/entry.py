@@ -87,14 +87,18 @@ def launch_training(
 
 
 def rehearse(config: Config) -> str:
-    """Try rows, reward and environment in this process; returns the line that says the run is
-    ready.
+    """Try rows, reward, environment and the user's loss and advantage in this process; returns the
+    line that says the run is ready.
 
     Raises:
         ConfigError: the run would have failed, for the same reason.
     """
     start = time.perf_counter()
     # These imports take seconds: of torch and transformers.
+    from rlinf_vl.trial import algorithm_problems
+
+    if problems := list(algorithm_problems(config)):
+        raise ConfigError(*problems)
     if config.data.messages_key is not None:
         from rlinf_vl.rollout.demonstrations import try_rows
 

@@ -254,10 +254,10 @@ def _refuse_late_imports(
         part.removesuffix(".py") for path in files for part in path.split("/") if path != part
     }
     for path, text in files.items():
-        if path.endswith(".py") and (late := _late_imports(_decoded(text)) & module_names):
+        if path.endswith(".py") and (shared_names := _late_imports(_decoded(text)) & module_names):
             raise CodeError(
                 f"two files are imported as {name!r}: {first_path} and {second_path}, and a "
-                f"function of {path} imports {min(late)!r} only when it runs, so it may get the "
+                f"function of {path} imports {min(shared_names)!r} only when it runs, so it may get the "
                 "wrong one; rename one of the two, or import at the top of the file"
             )
 

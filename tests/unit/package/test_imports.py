@@ -71,7 +71,7 @@ ANYONE = {"user_code", "errors", "types"}
 #: Files that import a room above theirs, within a function, for an error that is being made.
 ONLY_FOR_ERRORS = {"config/keys.py": "convert", "config/load.py": "convert"}
 #: The command line, and what it shares with Python: they import whatever they need.
-TOP = {"__main__", "__init__", "api", "cli", "policy", "publish", "serve", "entry"}
+TOP = {"__main__", "__init__", "api", "cli", "policy", "publish", "serve", "entry", "trial"}
 
 
 def imported(path: Path) -> Iterator[str]:
