@@ -116,18 +116,6 @@ from rlinf_vl.runtime.checkpoints import folder_at
 folder_at("s3://bucket/folder").fs
 """,
     ),
-    "search": (
-        "values of a sweep are drawn",
-        """
-import optuna, tempfile
-from optuna.storages import JournalStorage
-from rlinf_vl.sweep.search import require_optuna
-from rlinf_vl.sweep.study import JournalFileBackend
-require_optuna()
-storage = JournalStorage(JournalFileBackend(tempfile.mkdtemp() + "/journal"))
-assert optuna.create_study(storage=storage).ask().suggest_float("x", 0, 1) <= 1
-""",
-    ),
     "sglang": ("an engine of SGLang", "import rlinf_vl.engines.sglang.engine, sglang.srt.managers.io_struct"),
     "trackio": ("a tracker", "import trackio"),
     "verifiers": (
