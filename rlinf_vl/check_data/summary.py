@@ -91,6 +91,7 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
             ],
         },
         "text_only": [{"row": n, "id": row_id} for n, row_id in result.text_only.items()],
+        "unused_keys": result.unused_keys,
         "images_dropped": sum(facts.dropped_images for facts in result.facts.values()),
         "too_long": [
             {"row": n, "id": split.ids[n], "tokens": t} for n, t in result.too_long.items()
@@ -323,6 +324,8 @@ def _warnings(
                 f"{split}: {len(split_figures['text_only'])} rows have no image, and "
                 "data.image_only_mode leaves them out"
             )
+        for name, n_rows in split_figures["unused_keys"].items():
+            warnings.append(f"{split}: {name!r} of {n_rows} rows is neither used nor passed on")
         if split_figures["images_dropped"]:
             warnings.append(
                 f"{split}: {split_figures['images_dropped']} images are beyond "

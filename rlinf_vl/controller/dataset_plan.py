@@ -127,6 +127,8 @@ def check_rows(
             sum(dropped.values()),
             len(dropped),
         )
+    for name, n_rows in result.unused_keys.items():
+        log.warning("%s: %r of %d rows is neither used nor passed on", split, name, n_rows)
     if result.too_long and config.data.overlong == "error":
         raise ConfigError(
             f"data.overlong: error, and in data.{split}_data_paths {overlong}; "

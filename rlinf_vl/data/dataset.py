@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
@@ -28,6 +29,8 @@ class RowFacts(NamedTuple):
     level: float = 0.0  # its value in the column data.curriculum_key
     dropped_images: int = 0  # the number of its images beyond the limits
     images: tuple[ImageFacts, ...] = ()  # of a validation row
+    #: Keys of its messages, and columns, that are neither used nor passed on.
+    unused_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class FilterResult:
     cut: dict[int, tuple[int, int]] = field(default_factory=dict)
     facts: dict[int, RowFacts] = field(default_factory=dict)  # of usable rows
     text_only: dict[int, str] = field(default_factory=dict)  # rows left out without an image → id
+
+    @property
+    def unused_keys(self) -> dict[str, int]:
+        """Return the keys that are neither used nor passed on → the usable rows that have them."""
+        return dict(Counter(name for facts in self.facts.values() for name in facts.unused_keys))
 
     @classmethod
     def merged(cls, results: Sequence["FilterResult"]) -> "FilterResult":
@@ -71,8 +79,12 @@ class ProblemDataset:
         self._sources: list[Source] = [open_source(str(path), split) for path in paths]
         self._forms = [form.for_columns(source.rows.column_names) for source in self._sources]
         self._columns: list[list[str]] = []
+        self._unused_columns: list[tuple[str, ...]] = []
         for source, row_format in zip(self._sources, self._forms, strict=True):
-            self._columns.append([*row_format.columns, *source.plain_columns(row_format.columns)])
+            names = [*row_format.columns, *source.plain_columns(row_format.columns)]
+            self._columns.append(names)
+            unused = (name for name in source.rows.column_names if name not in names)
+            self._unused_columns.append(tuple(f"column {name}" for name in unused))
         self._ends = list(accumulate(len(source.rows) for source in self._sources))
         self._ids: list[str] = []
         self._decodable: set[str] = set()  # hashes of images whose pixels are checked
@@ -178,7 +190,8 @@ class ProblemDataset:
                 images: tuple[ImageFacts, ...] = ()
                 if self.split == "val":
                     images = tuple(map(ImageFacts.of, problem.images))
-                result.facts[i] = RowFacts(k, level, problem.dropped_images, images)
+                unused_keys = (*self._unused_columns[k], *problem.unused_keys)
+                result.facts[i] = RowFacts(k, level, problem.dropped_images, images, unused_keys)
             # Readers, chat templates and tokenizers raise errors of many types.
             except Exception as e:
                 kind, reason = kind_and_reason(e)

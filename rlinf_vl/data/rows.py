@@ -36,6 +36,11 @@ _PART_TYPES = {name.removesuffix("_url"): name for name in PLACEHOLDERS.values()
 _PART_TYPES |= {name: name for name in PLACEHOLDERS.values()}
 #: Keys under which such a part may have its image or video, the first one that is set.
 _VALUE_KEYS = ("image_url", "image", "video_url", "video", "url", "path", "base64")
+#: Keys of messages and their parts that are read; `weight` is read in conversations to imitate.
+_MESSAGE_KEYS = {"role", "content"}
+_PART_KEYS = {"type", "text", "fps", *_VALUE_KEYS}
+#: Keys of messages that say more of what is learned than their content does.
+_LEARNED_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 #: `reward_spec.method` (SkyRL) and `reward_model.style` (verl) of rows that need no answer, as a
 #: model judges responses.
 _JUDGED = {"reward_model", "model"}
@@ -82,8 +87,14 @@ def row_to_problem(
             for i, value in enumerate(values_of(row[column]))
         ]
     try:
-        messages = _messages(row[form.prompt_key] if form.prompt_key else "", form)
+        messages, unused_keys = _messages(row[form.prompt_key] if form.prompt_key else "", form)
         if form.messages_key is not None:
+            if _is_set(row.get("tools")):
+                raise ValueError(
+                    "column 'tools': the tools of a conversation are not supported, and without "
+                    "them an answer is learned to another prompt; take the column out if its "
+                    "messages do not depend on it"
+                )
             _set_weights(messages, row[form.turn_mask_key] if form.turn_mask_key else None, form)
     except ValueError as e:
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
@@ -109,7 +120,17 @@ def row_to_problem(
     columns = {name: _plain(value) for name, value in row.items() if name not in used}
     env_class = _env_class(row.get("env_class"), columns, row_id, form, root)
     is_chat = isinstance(row.get(form.prompt_key), list)
-    return Problem(row_id, tuple(messages), answer, refs, env_class, columns, n_dropped, is_chat)
+    return Problem(
+        row_id,
+        tuple(messages),
+        answer,
+        refs,
+        env_class,
+        columns,
+        n_dropped,
+        is_chat,
+        unused_keys=unused_keys,
+    )
 
 
 def at_path(row: dict[str, Any], name: str) -> Any:
@@ -264,8 +285,25 @@ def _plain(value: Any) -> Any:
     return float(str(value)) if isinstance(value, np.floating) else value
 
 
-def _messages(prompt: Any, form: RowFormat) -> list[Message]:
-    """Return the chat messages of a prompt; their parts are texts, images and videos.
+def _is_set(value: Any) -> bool:
+    """Return whether a value is neither missing nor empty; tables fill in the keys of other rows."""
+    return value is not None and not (isinstance(value, (str, list, dict)) and not value)
+
+
+def _check_learned_keys(message: Message, key: str) -> None:
+    """Raise ValueError if a message says more than its content, see `_LEARNED_KEYS`."""
+    for name in _LEARNED_KEYS:
+        if _is_set(message.get(name)):
+            raise ValueError(
+                f"column {key!r}: a message of role {message['role']!r} has {name!r}, which is not "
+                "supported and changes what is learned; write it into the content in the model's "
+                "own form, or leave the row out"
+            )
+
+
+def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, ...]]:
+    """Return the chat messages of a prompt, and the keys of its messages and parts that nothing
+    reads. The parts of ours are texts, images and videos.
 
     An image is {"type": "image_url"} and a video {"type": "video_url"}, with itself under "value"
     if the part has it; one without is an image or a video of the row.
@@ -275,7 +313,7 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
     """
     key = form.prompt_key
     if not key:
-        return [{"role": "user", "content": []}]
+        return [{"role": "user", "content": []}], ()
     if isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
         with suppress(ValueError):
             # A text may begin like JSON and be none, or be a list of something else.
@@ -288,19 +326,24 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
             f"column {key!r} holds {_shown(prompt)}: expected a text or a list of chat messages"
         )
     imitates = form.messages_key is not None
+    read_keys = _MESSAGE_KEYS | ({"weight"} if imitates else set())
     messages: list[Message] = []
+    unused_keys: set[str] = set()
     for message in prompt:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if is_message:
+            _check_learned_keys(message, key)
+        if not is_message or "content" not in message:
             raise ValueError(
                 f"column {key!r}: {_shown(message)} is no chat message with role and content"
             )
+        unused_keys |= {name for name in message.keys() - read_keys if _is_set(message[name])}
         content, parts = message["content"], []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             kind = part.get("type") if isinstance(part, dict) else None
+            if kind is not None:
+                names = part.keys() - _PART_KEYS
+                unused_keys |= {f"content.{name}" for name in names if _is_set(part[name])}
             if kind == "text" and isinstance(part.get("text"), str):
                 end = 0
                 for mark in _PLACEHOLDER.finditer(part["text"]):
@@ -336,7 +379,7 @@ def _messages(prompt: Any, form: RowFormat) -> list[Message]:
     ]
     if not any(part["type"] != "text" or part["text"].strip() for part in user_parts):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
-    return messages
+    return messages, tuple(sorted(unused_keys))
 
 
 def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> None:

@@ -58,6 +58,7 @@ class Problem:
         0  # images of the row beyond data.max_images_per_message and data.max_images_per_sample
     )
     chat: bool = False  # whether the row's prompt is a list of messages
+    unused_keys: tuple[str, ...] = ()  # keys of its messages and their parts that nothing reads
 
     @property
     def labels(self) -> dict[str, str | float]:

@@ -208,7 +208,7 @@ def test_a_line_of_progress_for_each_tenth():
 def test_conversations_to_imitate_are_counted_whole(tmp_path, toy_folder, capsys):
     """By `runner.seq_length`, with the answers in them; rows that sft would refuse are bad."""
     answers = ("short", "long " * 60, "")
-    question = {"role": "user", "content": "How many?"}
+    question = {"role": "user", "content": "How many?", "name": "ann"}
     rows = [
         {"messages": [question, {"role": "assistant", "content": answer}]} for answer in answers
     ]
@@ -235,8 +235,11 @@ def test_conversations_to_imitate_are_counted_whole(tmp_path, toy_folder, capsys
     }
     assert (train["usable"], [long["row"] for long in train["too_long"]]) == (1, [1])
     assert [bad["row"] for bad in train["bad"]["all"]] == [2]
+    assert train["unused_keys"] == {"name": 1}
     tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     text = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
     n_tokens = len(tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"])
     assert train["tokens"]["conversation"]["min"] == n_tokens
-    assert "conversation longer than 128 tokens" in capsys.readouterr().out
+    page_text = capsys.readouterr().out
+    assert "conversation longer than 128 tokens" in page_text
+    assert "! train: 'name' of 1 rows is neither used nor passed on" in page_text

@@ -115,7 +115,11 @@ def test_what_is_left_out_on_request_is_counted_and_sources_have_their_shares(tm
     class Mixed(Pool):
         def filter_rows(self, split, rows, progress) -> FilterResult:
             kept = {row: "1" for row in rows if row % 4}
-            facts = {row: RowFacts(row // 10, -row, row == 7) for row in kept}
+            unused = {5: ("name",), 9: ("name", "column depth")}
+            facts = {
+                row: RowFacts(row // 10, -row, row == 7, unused_keys=unused.get(row, ()))
+                for row in kept
+            }
             return FilterResult(
                 kept, facts=facts, text_only={row: f"t:{row}" for row in rows if row not in kept}
             )
@@ -134,6 +138,9 @@ def test_what_is_left_out_on_request_is_counted_and_sources_have_their_shares(tm
         in caplog.text
     )
     assert "train: 1 images of 1 rows are beyond data.max_images_per_*" in caplog.text
+    for name, n_rows in (("name", 2), ("column depth", 1)):
+        line = f"train: '{name}' of {n_rows} rows is neither used nor passed on"
+        assert caplog.text.count(line) == 1
     with pytest.raises(
         ConfigError,
         match="data.weights: 1 for source 2 of data.train_data_paths, of which no row can be used",

@@ -69,11 +69,40 @@ def test_a_message_of_weight_0_and_a_mask_leave_answers_out(off):
         (TWICE, {"mask": None}, "holds None: expected a list of 2"),
         ([ANSWER], {}, "no message of role 'user' says anything"),
         ("What is it?", {}, "the last message is of role 'user'"),
+        (
+            [QUESTION, ANSWER | {"tool_calls": [{"id": "a"}]}],
+            {},
+            "'assistant' has 'tool_calls', whi",
+        ),
+        ([QUESTION, {"role": "assistant", "tool_calls": [{}]}], {}, "'assistant' has 'tool_calls'"),
+        ([QUESTION, ANSWER | {"reasoning_content": "so"}], {}, "has 'reasoning_content', which is"),
+        (
+            [QUESTION, ANSWER],
+            {"tools": [{"name": "f"}]},
+            "column 'tools': the tools of a conversat",
+        ),
     ],
 )
 def test_what_can_not_be_imitated_is_refused_by_row_and_reason(messages, columns, reason):
     with pytest.raises(RowError, match=f"row rows:7: .*{reason}"):
-        conversation(messages, next(iter(columns), None), **columns)
+        conversation(messages, "mask" if "mask" in columns else None, **columns)
+
+
+def test_keys_that_nothing_reads_are_named():
+    """Empty ones aside: a table fills in the keys that other rows have."""
+    empty = {"tool_calls": None, "reasoning_content": "", "function_call": {}, "refusal": None}
+    part = {"type": "text", "text": "<image>?<image>", "cache_control": {"type": "ephemeral"}}
+    question = QUESTION | {"content": [part], "name": "ann"}
+    problem = conversation(
+        [question, ANSWER | empty | {"weight": 1}], tools=[], images=[png(1), png(2)]
+    )
+    assert problem.unused_keys == ("content.cache_control", "name")
+    problem = row_to_problem(
+        {"prompt": [question | {"weight": 1}], "answer": "b", "images": [png(1), png(2)]},
+        "rows:7",
+        RowFormat().for_columns(["prompt", "answer", "images"]),
+    )
+    assert problem.unused_keys == ("content.cache_control", "name", "weight")
 
 
 def test_placeholders_without_images_are_refused():
