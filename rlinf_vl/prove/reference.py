@@ -84,8 +84,8 @@ def forward_inputs(
                 inputs[key] = (ids == image_tokens.id).int() + videos
         if clips and hasattr(model.model, "get_rope_index"):
             names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids")
-            known = {name: inputs[name] for name in names if name in inputs}
-            positions, _ = model.model.get_rope_index(ids, **known)
+            grid_inputs = {name: inputs[name] for name in names if name in inputs}
+            positions, _ = model.model.get_rope_index(ids, **grid_inputs)
             inputs["position_ids"] = behind_clips(positions, ids[0] == image_tokens.video_id)
     if hasattr(model.model, "rope_deltas"):  # of the sequence before
         model.model.rope_deltas = None
