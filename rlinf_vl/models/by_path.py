@@ -37,6 +37,7 @@ from rlinf_vl.models.encoders import (
     encode_tiles,
     encode_unpadded_tiles,
 )
+from rlinf_vl.models.expert_modules import active_numel
 from rlinf_vl.models.families.qwen3 import plain_positions
 from rlinf_vl.models.families.qwen3_vl import FAMILY as QWEN3_VL
 from rlinf_vl.models.families.qwen3_vl import deepstack_text_forward
@@ -111,7 +112,7 @@ def family_by_path(
         encode_images=encode_images,
         image_processor=partial(AnyImages, trust_remote_code=trust_remote_code),
         videos=None,
-        prices=partial(_prices, _numel(model.get_submodule(blocks[1])), _numel(parts.tower)),
+        prices=partial(_prices, active_numel(model, blocks[1]), _numel(parts.tower)),
     )
     if takes_patches and in_tower:
         return family
@@ -127,7 +128,7 @@ def family_by_path(
         family,
         image_encoder=parts.owner_path,
         encode_images=encoder,
-        prices=partial(_prices, _numel(model.get_submodule(blocks[1])), tower_products),
+        prices=partial(_prices, active_numel(model, blocks[1]), tower_products),
         image_processor=partial(TileImages, trust_remote_code=trust_remote_code),
         blank_image=blank_tile,
         blank_tokens=_tokens_of_a_tile(encoder, config, parts),
@@ -304,6 +305,7 @@ def _prices(text_numel: int, tower_products: int, config: Any, tower_trained: bo
     Each parameter of the text model is multiplied once per token, each of the tower once per patch.
 
     Args:
+        text_numel: parameters of the text model's blocks that a token uses.
         tower_products: multiply-adds of the tower for one row of pixels, a patch or a tile.
     """
     text = config.get_text_config()

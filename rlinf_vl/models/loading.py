@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.logging import disable_progress_bar
 
+from rlinf_vl.models.expert_modules import routers
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.mixture import mixture_forward
 
@@ -192,9 +193,9 @@ def _names_in_memory(model: PreTrainedModel, stored_names: Iterable[str]) -> Ite
         name, source = rename_source_key(
             stored_name, renamings, converters, model.base_model_prefix, weights
         )
-        first, *others = targets_by_source.get(source or "", [""])
+        first, *further_targets = targets_by_source.get(source or "", [""])
         yield name
-        yield from (name.replace(first, other) for other in others)
+        yield from (name.replace(first, target) for target in further_targets)
 
 
 def weight_shapes(
@@ -248,7 +249,7 @@ def use_packed_attention(model: PreTrainedModel, family: Family) -> PreTrainedMo
 
 
 def mixtures(model: nn.Module, family: Family) -> list[Any]:
-    """Return the modules of mixtures of experts, by layer."""
+    """Return the modules of the mixtures of experts that compute by ours, by layer."""
     layers = family.layers()
     return [m for m in model.modules() if layers.get(type(m).__name__) is mixture_forward]
 
@@ -277,8 +278,8 @@ def freeze(
     for name, weight in model.named_parameters():
         if part_of(name, family) in parts:
             weight.requires_grad_(False)
-    for mixture in mixtures(model, family) if router else ():
-        mixture.gate.requires_grad_(False)
+    for module in routers(model).values() if router else ():
+        module.requires_grad_(False)
 
 
 def output_weight(model: PreTrainedModel) -> torch.Tensor:

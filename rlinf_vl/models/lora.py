@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.expert_modules import routers, stacked_weights
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.loading import PARTS, freeze, part_of
 from rlinf_vl.models.nf4 import dense, is_quantized, quantize
@@ -143,17 +144,17 @@ def adapted_names(model: PreTrainedModel, family: Family, lora: LoraSettings) ->
 def linear_names(model: PreTrainedModel) -> Iterator[str]:
     """Yield the names of linear modules, and of parameters that stack the matrices of experts.
 
-    These are [experts, out, in]. The output embedding is left out: the logprob head multiplies by
-    its weight in chunks and never calls the module.
+    Routers are left out, which stay as they are, and the output embedding: the logprob head
+    multiplies by its weight in chunks and never calls the module.
     """
-    head = model.get_output_embeddings()
+    head, stacked = model.get_output_embeddings(), set(stacked_weights(model))
+    in_routers = {module for router in routers(model).values() for module in router.modules()}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear) and module is not head and module not in in_routers:
             yield name
-        elif not type(module).__module__.startswith("torch."):
-            for parameter_name, weight in module.named_parameters(recurse=False):
-                if weight.ndim == 3 and len(weight) > 1:
-                    yield f"{name}.{parameter_name}"
+        for parameter_name, _ in module.named_parameters(recurse=False):
+            if f"{name}.{parameter_name}" in stacked:
+                yield f"{name}.{parameter_name}"
 
 
 def _matching(key: str, entries: Sequence[str], linear: dict[str, str]) -> set[str]:

@@ -177,7 +177,7 @@ class Advisor:
     def qlora(self) -> tuple[Change, ...]:
         """The changes for QLoRA, without adapters of experts in a mixture of them."""
         (model, *_) = self._models.values()
-        return (*QLORA, NO_EXPERTS) if model.family.has_mixtures else QLORA
+        return (*QLORA, NO_EXPERTS) if model.weights.experts else QLORA
 
     def _placements(self, card: int, slots: int) -> Iterator[tuple[Change, ...]]:
         """Yield changes of the placement: none, and engines of several GPUs apart from the trainer.

@@ -298,7 +298,7 @@ def _mixture(
 ) -> Iterator[str]:
     """Yield problems of mixtures of experts.
 
-    Keys about them need a model that has one. Rows of their products must be multiples of 16 bytes.
+    Keys about them need a model that has one by layers of ours. Rows of their products must be multiples of 16 bytes.
     """
     actor, precision = config.actor, config.actor.fsdp_config.mixed_precision
     if family is None or not family.has_mixtures:
@@ -309,7 +309,10 @@ def _mixture(
         }
         for key, off in defaults.items():
             if (value := attrgetter(key)(actor)) != off:
-                yield f"actor.{key}: {value}, but {checkpoint_text}, without a mixture of experts; set it {off}"
+                yield (
+                    f"actor.{key}: {value}, but {checkpoint_text}, without a mixture of experts "
+                    f"that rlinf_vl computes; set it {off}"
+                )
         return
     size = actor.fsdp_config.expert_parallel_size
     # An absent key has transformers' default; the ranks look once more.

@@ -21,11 +21,13 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.expert_modules import expert_weights, mixture_of
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.family import Family, submodules
 from rlinf_vl.models.loading import DTYPES, part_of, use_packed_attention
 from rlinf_vl.models.lora import LoraSettings, adapters, engine_weights, train_parts
 from rlinf_vl.models.recompute import Checkpointing, checkpoint_blocks
+from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.preflight.trace import (
     Trace,
     Work,
@@ -115,6 +117,11 @@ class Model:
             trust_remote_code=config.rollout.model.trust_remote_code,
         )
         return model, checkpoint_blocks(model, self.family, "none")
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """The model's mixtures of experts, whoever computes them; None where it has none."""
+        return self.family.mixture(self.shape) or mixture_of(self._meta_model)
 
     @cached_property
     def teachers(self) -> "list[Weights]":
@@ -415,12 +422,7 @@ class Weights:
 
 def _units(model: nn.Module, family: Family, ignored: set[int]) -> tuple[Unit, ...]:
     """Return the parameters by FSDP unit, as `Mesh.shard` makes them."""
-    has_mixture = family.mixture(getattr(model, "config", None)) is not None
-    experts = {
-        id(p)
-        for name, p in model.named_parameters()
-        if has_mixture and ".experts." in name and p.ndim == 3
-    }
+    experts = {id(p) for p in expert_weights(model).values()}
     counted = set(ignored)
 
     def unit(part: str, module: nn.Module) -> Unit:

@@ -232,7 +232,7 @@ def engine_shape(config: Config, model: Model) -> EngineShape:
         itemsize=dtype.itemsize,
         dense=dense,
         experts=weights.experts,
-        mixture=model.family.mixture(model.shape),
+        mixture=model.mixture,
         kv_token=state.token_bytes(dtype),
         tower=tower,
         per_pair=per_pair,

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.engines.torch.engine import TorchEngine
+from rlinf_vl.models.expert_modules import routers, stacked_weights
 from rlinf_vl.models.loading import freeze
 from rlinf_vl.models.lora import AdapterError, is_adapter, train_parts
 from rlinf_vl.models.policy import PolicyModel
@@ -339,15 +340,20 @@ class Proofs:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
 
+        model = self.member.model().train()
+        in_routers = {module for router in routers(model).values() for module in router.modules()}
         config = PeftConfig(
             r=LORA.rank,
             lora_alpha=LORA.alpha,  # pyright: ignore[reportArgumentType]
             target_modules="all-linear",
-            target_parameters=["gate_up_proj", "down_proj"]
-            if self.member.family.mixture(self.member.config)
-            else None,
+            exclude_modules=[
+                name
+                for name, module in model.named_modules()
+                if module in in_routers and isinstance(module, nn.Linear)
+            ],
+            target_parameters=stacked_weights(model) or None,
         )
-        return inject_adapter_in_model(config, self.member.model().train())
+        return inject_adapter_in_model(config, model)
 
     def _need_images(self) -> None:
         if self.member.images is None:

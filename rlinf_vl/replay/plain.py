@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rlinf_vl.config.schema import AlgorithmConfig, Config
+from rlinf_vl.models.expert_modules import routers
 from rlinf_vl.models.loading import part_of
 from rlinf_vl.models.mixture import ROUTES
 from rlinf_vl.observe.replay_file import PlannedMiniBatch, RecordedStep, TrajectoryNumber
@@ -116,10 +117,10 @@ class PlainStep:
         """Return the names of the weights that the config trains."""
         settings, family = self.config.actor.model, self.subject.family
         frozen = settings.frozen_parts
+        frozen_routers = tuple(f"{path}." for path in routers(model) if settings.freeze_router)
         names = []
         for name, _ in model.named_parameters():
-            is_router = settings.freeze_router and family.has_mixtures and ".gate." in name
-            if part_of(name, family) not in frozen and not is_router:
+            if part_of(name, family) not in frozen and not name.startswith(frozen_routers):
                 names.append(name)
         return names
 

@@ -212,7 +212,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["rollout.model.model_path=FILES/dense", "actor.fsdp_config.expert_parallel_size=2"],
-        ["actor.fsdp_config.expert_parallel_size: 2, but the checkpoint at FILES/dense", "without a mixture of experts; set it 1"],
+        ["actor.fsdp_config.expert_parallel_size: 2, but the checkpoint at FILES/dense", "that rlinf_vl computes; set it 1"],
     ),
     (
         ["rollout.model.model_path=FILES/experts", "actor.fsdp_config.expert_parallel_size=3"]
@@ -221,7 +221,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["rollout.model.model_path=FILES/dense", "actor.routing_replay=replay"],
-        ["actor.routing_replay: replay, but the checkpoint at FILES/dense", "without a mixture of experts; set it off"],
+        ["actor.routing_replay: replay, but the checkpoint at FILES/dense", "that rlinf_vl computes; set it off"],
     ),
     (["rollout.model.model_path=FILES/bare"], ["FILES/bare lacks weights (*.safetensors), a tokenizer", "copy"]),
     (["rollout.model.model_path=FILES/shards"], ["FILES/shards lacks model-2.safetensors", "fetch or copy"]),
