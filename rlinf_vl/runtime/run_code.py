@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.user_code import is_code
+from rlinf_vl.user_code import CodeError, is_code
+from rlinf_vl.user_code.texts import located
 
 OPTION = "--trust-run-code"
 
@@ -86,9 +87,18 @@ def _texts_beside(name: str, files: Mapping[str, str]) -> dict[str, str]:
     """Return the texts of the file that a name leads to, and of those that it can import from its
     folder."""
     place = name.rpartition(":")[0]
-    folder = os.path.dirname(place)
+    path = place
+    if place.endswith(".py"):
+        try:
+            # As loading does, so that the texts are those that it would execute.
+            path = located(os.path.expanduser(place), [os.getcwd()], files)
+        except CodeError:  # the paths of several files end so, and loading refuses it
+            return {}
+    if path not in files:
+        return {}
+    folder = os.path.dirname(path)
     return {
-        path: text
-        for path, text in files.items()
-        if path.endswith(place) or path.startswith(f"{folder}/")
+        file: text
+        for file, text in files.items()
+        if file == path or folder and file.startswith(f"{folder}/")
     }

@@ -54,7 +54,7 @@ def collect_code(name: str, folders: Sequence[str], files: dict[str, str]) -> st
         if "." in place or not os.path.isfile(os.path.join(folders[0], path)):
             return name
     try:
-        path = _located(path, folders, files)
+        path = located(path, folders, files)
     except CodeError:  # `check_code` reports it
         return name
     if path not in files and os.path.isfile(path):
@@ -93,7 +93,7 @@ def pickled(value: Any) -> tuple[str, str, str]:
     return f"{name}.pkl:{name}", f"{name}.pkl", text
 
 
-def _located(path: str, folders: Sequence[str], files: Mapping[str, str]) -> str:
+def located(path: str, folders: Sequence[str], files: Mapping[str, str]) -> str:
     """Return the absolute path that a path means: one of `files`, or of the disk.
 
     The first folder decides that holds it, among `files` or on the disk. A path that is in no
@@ -122,7 +122,7 @@ def _located(path: str, folders: Sequence[str], files: Mapping[str, str]) -> str
 def source_of(place: str, files: Mapping[str, str]) -> str:
     """Return the text of a file or a module; "" for a module without a Python file."""
     if place.endswith(".py"):
-        path = _located(os.path.expanduser(place), [os.getcwd()], files)
+        path = located(os.path.expanduser(place), [os.getcwd()], files)
         return _decoded(files[path]) if path in files else _read(path)
     try:
         spec = importlib.util.find_spec(place)
@@ -267,7 +267,7 @@ _sibling_finder = _SiblingFinder()
 
 def module_of_file(path: str, files: Mapping[str, str]) -> ModuleType:
     """Return the module that a file's text makes, executed once in a process."""
-    absolute_path = _located(os.path.expanduser(path), [os.getcwd()], files)
+    absolute_path = located(os.path.expanduser(path), [os.getcwd()], files)
     if absolute_path not in files:
         files = {}
         _collect(absolute_path, files)

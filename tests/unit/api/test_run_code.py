@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import rlinf_vl
@@ -18,6 +19,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.runtime.checkpoints import save_checkpoint
 from rlinf_vl.runtime.evaluation import evaluation_config
+from rlinf_vl.runtime.run_code import code_of_run
 
 FAMILY = """
 from pathlib import Path
@@ -80,6 +82,25 @@ def test_nothing_that_loads_a_folders_model_runs_its_code(folder, marker, toy_fo
             read()
         assert str(folder / "config.yaml") in str(refused.value), name
         assert not marker.exists(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "origin"),
+    [
+        ("/a/b/family.py:F", "runner.code_files"),
+        ("b/family.py:F", "runner.code_files"),
+        ("/b/family.py:F", "a module or file of this machine"),
+        ("installed.family:F", "a module or file of this machine"),
+    ],
+)
+def test_the_origin_that_is_named_is_of_what_loading_executes(name, origin):
+    """A path of a run's folder counts as a whole, unless loading, too, looks for its end."""
+    config = {
+        "rollout": {"model": {"model_type": name}},
+        "runner": {"code_files": {"/a/b/family.py": "F = 1"}},
+    }
+    executed = code_of_run(OmegaConf.create(config))
+    assert executed == [f"rollout.model.model_type names {name!r} ({origin})"]
 
 
 def test_the_verbs_refuse_with_exit_code_2(folder, marker, toy_folder, tmp_path, capsys):
