@@ -43,7 +43,8 @@ class EpisodeSettings:
         max_concurrent: limit on the episodes at a time. A group acquires the permits for all its
             members at once.
         turn_timeout_s: limit on a call of an environment.
-        episode_timeout_s: limit on an episode, from its start to its end.
+        episode_timeout_s: limit on an episode, from its start to its end, without the start of its
+            environment's process.
         mask_ungraded: whether a training episode that reward functions came to no verdict on is an
             error (`reward.ungradable`). Otherwise they score 0.
         penalize_faults: whether an episode whose environment failed is trained on with

@@ -33,6 +33,7 @@ from rlinf_vl.rollout.env_executor import (
     CallTimeout,
     EnvExecutor,
     EnvHandle,
+    HasProcess,
     ThreadExecutor,
 )
 from rlinf_vl.rollout.env_processes import ProcessEnvMaker
@@ -251,6 +252,9 @@ class Player(GroupPlayer):
         to_observation = partial(self._observe_start, problem, episode.corrupted_images)
         try:
             await episode.env.make(lambda: self.make_env(problem, episode.seed, episode.group_seed))
+            # The start of a process has a limit of its own, and takes nothing off the episode's.
+            if isinstance(episode.env.env, HasProcess):
+                episode.start_time = asyncio.get_running_loop().time()
             return await episode.env.call("start", problem, to_observation)
         except CallTimeout as error:
             raise self._fault(

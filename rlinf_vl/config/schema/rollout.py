@@ -159,8 +159,8 @@ class RolloutConfig:
     """Seconds that an environment has for one call (start, step, close). One that takes longer is
     an error of its trajectory."""
     episode_timeout: float | None = key(None, POSITIVE)
-    """Seconds that an episode may take, waiting for the engine included; one that takes longer is
-    an error. null: no limit."""
+    """Seconds that an episode may take, waiting for the engine included, the start of its
+    environment's process not; one that takes longer is an error. null: no limit."""
     faults: str = key("mask", ("mask", "penalize"))
     """Treatment of a trajectory whose environment failed or ran out of time. mask: it is left out,
     also of its group's baseline. Longer episodes fail more often, so this favours short ones.

@@ -211,6 +211,18 @@ def test_turns_and_time_bound_an_episode(toy, released):
     toy.engine.restore_memory()
 
 
+def test_an_episodes_time_begins_when_its_process_takes_calls(toy):
+    class InProcess(Talk):
+        start_limit_s = MOST_S
+
+        async def wait_for_process(self):
+            await asyncio.sleep(1.5)
+
+    player = player_of(toy, lambda seed: InProcess(seed, turns=1, images=0), episode_timeout_s=1.0)
+    (group,) = play(player, [range(2)], sampling(toy))
+    assert [t.error for t in group.trajectories] == [None] * 2
+
+
 def test_an_episode_that_is_given_up_gives_its_request_up(toy):
     """One that takes 100,000 tokens."""
     player = player_of(toy, Talk, episode_timeout_s=0.5, seq_length=200_000)
