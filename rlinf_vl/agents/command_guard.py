@@ -46,9 +46,9 @@ def sweep(owner: str, folder: Path) -> None:
 
 def sweep_ended(folder: Path) -> None:
     """Sweep for owners of this machine and container that have ended, their guards as well."""
-    here = owner_name(os.getpid()).split("_")[:2]
+    host_parts = owner_name(os.getpid()).split("_")[:2]
     for owner in {path.name.split("-")[2] for path in folder.glob(f"{_PREFIX}*_*_*_*-*")}:
-        if owner.split("_")[:2] != here:
+        if owner.split("_")[:2] != host_parts:
             continue
         try:
             is_alive = owner_name(int(owner.split("_")[2])) == owner

@@ -154,13 +154,14 @@ def enum_calls(function: Mapping[str, Any]) -> Iterator[str]:
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties", {})
     enums = {name: schema["enum"] for name, schema in properties.items() if schema.get("enum")}
-    others = [n for n in parameters.get("required", ()) if n not in enums and n in properties]
+    required = parameters.get("required", ())
+    typed_names = [name for name in required if name not in enums and name in properties]
     if not enums:
         return
     rng = random.Random(0)
     for values in itertools.islice(itertools.product(*enums.values()), MAX_ENUM_CALLS):
         arguments = dict(zip(enums, values, strict=True))
-        arguments |= {name: typed_value(properties[name], rng) for name in others}
+        arguments |= {name: typed_value(properties[name], rng) for name in typed_names}
         yield _call_text(function["name"], arguments)
 
 
