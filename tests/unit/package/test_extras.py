@@ -9,8 +9,8 @@ from fresh_environment import python_with
 
 #: Those that install no packages for a user of the project, or all of them.
 OF_DEVELOPERS = {"dev"}
-#: bitsandbytes imports torch's compiler, which takes seconds.
-SLOW = {"qlora"}
+#: Their imports take seconds each: bitsandbytes, for one, imports torch's compiler.
+SLOW = {"browser", "docs", "qlora", "s3"}
 #: 11 GB: tests/run.sh --sglang runs in an environment of its own, which is made with this extra.
 LARGE = {"sglang"}
 
