@@ -33,7 +33,8 @@ KINDS = {
     ),
     "reward": Kind(
         "reward.py.jinja",
-        "try it:  python {path}\nuse it:  rlinf-vl train toy-grpo-cpu 'reward.functions=[{{function: {path}:{name}}}]'",
+        "try it:  rlinf-vl check-reward {path}:{name}\n"
+        "use it:  rlinf-vl train toy-grpo-cpu 'reward.functions=[{{function: {path}:{name}}}]'",
     ),
 }
 

@@ -366,6 +366,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="rows to try it on: a data set, or a config's training data",
     )
     argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="rows of --data, spread over it and its small columns' values (default 32; judge: 4)",
+    )
+    argument(
         "--time-limit",
         type=float,
         default=10.0,

@@ -3,11 +3,13 @@
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rlinf_vl.config.schema.data import DataConfig
 from rlinf_vl.data.clips import is_clip
@@ -133,6 +135,19 @@ class ProblemDataset:
         return self._sources[k].row(
             i - self._ends[k] + len(self._sources[k].rows), self._columns[k]
         )
+
+    def small_columns(self, max_values: int) -> Iterator[np.ndarray]:
+        """Yield the columns of 2 to `max_values` different values, as a number for each row."""
+        names = dict.fromkeys(name for columns in self._columns for name in columns)
+        for name in names:
+            sources = [source.value_numbers(name, max_values) for source in self._sources]
+            numbers = [n for n in sources if n is not None]
+            # Numbers of different sources are of different values.
+            ends = accumulate((int(n.max(initial=0)) + 1 for n in numbers), initial=0)
+            if len(numbers) == len(sources):
+                column = np.concatenate([n + end for n, end in zip(numbers, ends, strict=False)])
+                if len(column) and column.min() != column.max():
+                    yield column
 
     def source_of(self, i: int) -> int:
         """Return the index of the source of row i."""

@@ -94,6 +94,24 @@ class Source:
         feature = self.rows.features[name]  # once, since each access makes a deep copy
         return [_python(feature, value) for value in table[name].to_pylist()]
 
+    def value_numbers(self, name: str, max_values: int) -> np.ndarray | None:
+        """Return the number of each row's value in a column of plain values.
+
+        Return None for a column of lists or mappings, one of more than `max_values` values, and
+        one that is missing.
+        """
+        import pyarrow as pa
+
+        schema = self.rows.features.arrow_schema
+        # Images are structs, so that none is read here.
+        if name not in schema.names or pa.types.is_nested(schema.field(name).type):
+            return None
+        table: Any = self.rows.with_format("arrow", columns=[name])[:]
+        encoded = table[name].combine_chunks().dictionary_encode(null_encoding="encode")
+        if len(encoded.dictionary) > max_values:
+            return None
+        return encoded.indices.to_numpy(zero_copy_only=False)
+
     def ids(self, stem: str) -> list[str]:
         """Return one unique id per row: `<stem>:<value of column id>`.
 

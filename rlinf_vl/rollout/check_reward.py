@@ -8,6 +8,7 @@ code 1) from what is worth a look (LOOK).
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,12 @@ from rlinf_vl.rewards.named import NAMED
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.rewards.scoring import Part, Scorer, make_scorer
-from rlinf_vl.rollout.check_arguments import FORM_KEYS, parsed_overrides, problems_of
+from rlinf_vl.rollout.check_arguments import (
+    FORM_KEYS,
+    dataset_of,
+    parsed_overrides,
+    spread_problems,
+)
 from rlinf_vl.rollout.check_policies import HOSTILE
 from rlinf_vl.rollout.rehearsal import reference_of
 from rlinf_vl.types import Problem
@@ -62,9 +68,18 @@ NO_ANSWERS = {
 #: A function is a grader if its scores of right and wrong answers differ by more than this share of
 #: the range of all its scores.
 GRADER_SHARE = 0.1
+#: An answer that is not right is worth a look if it gets more than this share of what a right
+#: answer gets beyond a wrong one.
+HOLE_SHARE = 0.5
 #: Answers of the group that is scored at once.
 SIDE_BY_SIDE = 16
-MAX_ROWS = 4
+#: Rows that are tried without --rows; few for a judge, each of whose answers is paid for.
+ROWS, JUDGED_ROWS = 32, 4
+#: Rows up to which the table has a column for each.
+TABLE_ROWS = 4
+#: Rows on which a kind of answer may fail before the other rows are tried without it: a function
+#: that hangs would take its limit of time on each.
+MAX_FAILED_ROWS = 3
 #: Seconds beyond which an answer is reported as slow.
 SLOW_S = 1.0
 PROCESSES = 2
@@ -106,11 +121,13 @@ class RewardCheck:
     Attributes:
         limit_s: limit on each call, in seconds.
         paid: the scores by kind of answer, one per row; None if there was no score.
-        failures: the reason why there was no score, by kind.
+        failures: the last reason why there was no score, by kind.
+        failed_rows: the number of rows on which there was none, by kind.
         problems: what breaks the contract: a sentence, and the kinds of answers.
         notes: what is worth a look.
         seconds: the longest time for one answer, and the kind of that answer.
         correct: whether answers counted as right, by kind.
+        unread_forms: the kinds of right answers that are paid less than others.
     """
 
     name: str
@@ -118,10 +135,12 @@ class RewardCheck:
     limit_s: float
     paid: dict[str, list[float | None]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    failed_rows: Counter[str] = field(default_factory=Counter)
     problems: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: tuple[float, str] = (0.0, "")
     correct: dict[str, list[bool]] = field(default_factory=dict)
+    unread_forms: list[str] = field(default_factory=list)
 
     @property
     def part(self) -> Part:
@@ -134,11 +153,14 @@ class RewardCheck:
             # With a single row there is no other reference to serve as a wrong answer.
             other_reference = reference_of(next_problem) if len(problems) > 1 else ""
             for kind, text in answers_to(problem, other_reference).items():
-                self.record(kind, self.score(problem, [text], kind)[0])
+                if self.failed_rows[kind] < MAX_FAILED_ROWS:
+                    self.record(kind, self.score(problem, [text], kind)[0])
+                else:
+                    self.paid[kind].append(None)
         self.compare_group(problems[0])
         if problems[0].columns:
             self.drop_columns(problems[0])
-        self.judge()
+        self.judge([problem.id for problem in problems])
 
     def score(self, problem: Problem, texts: Sequence[str], kind: str) -> list[Result | Exception]:
         """Score answers at once; return the result of each, or the error."""
@@ -156,6 +178,7 @@ class RewardCheck:
         """Record the score of an answer, or the error as a problem."""
         value = None
         if isinstance(outcome, Exception):
+            self.failed_rows[kind] += 1
             self.failures[kind] = shorten(f"{type(outcome).__name__}: {outcome}", 200)
             self.problems.setdefault(self.failures[kind], []).append(kind)
         else:
@@ -199,7 +222,7 @@ class RewardCheck:
                 f"without the row's other columns there is no score: {shorten(str(outcome), 160)}"
             )
 
-    def judge(self) -> None:
+    def judge(self, row_ids: Sequence[str]) -> None:
         """Compare the scores of kinds of answers; record what they say of the function."""
         scores = [value for values in self.paid.values() for value in values if value is not None]
         if not scores:
@@ -221,23 +244,34 @@ class RewardCheck:
                 "are not of its kind (--data FILE)"
             )
             return
-        for kind, values in self.paid.items():
-            kind_scores = [value for value in values if value is not None]
-            is_paid = kind not in RIGHT_FORMS and kind_scores and max(kind_scores) >= right
-            if is_paid and kind in NO_ANSWERS:
-                problem = f"it pays {max(kind_scores):g} for what is no answer, as for a right one"
+        bar = wrong + HOLE_SHARE * (right - wrong)
+        for kind in (kind for kind in self.paid if kind not in RIGHT_FORMS):
+            by_row = self._by_row(kind, row_ids)
+            holes = [row for row, value in by_row.items() if value > bar]
+            if not holes:
+                continue
+            highest = max(by_row.values())
+            if kind in NO_ANSWERS and highest >= right:
+                problem = f"it pays {highest:g} for what is no answer, as for a right one"
                 self.problems.setdefault(problem, []).append(kind)
-            elif is_paid:
+            else:
                 self.notes.append(
-                    f"it pays {max(kind_scores):g} for {kind!r}, as for a right answer: a policy "
-                    "would find that"
+                    f"it pays {highest:g} for {kind!r}, and {right:g} for a right answer: a policy "
+                    f"would find that ({_rows_text(holes, row_ids)})"
                 )
-        underpaid = [kind for kind in RIGHT_FORMS if self._mean(kind) < right]
-        if underpaid:
+        best_form = max(RIGHT_FORMS, key=self._mean)
+        unpaid = [row for row, value in self._by_row(best_form, row_ids).items() if value <= bar]
+        if unpaid:
             self.notes.append(
-                f"it pays less for {', '.join(map(repr, underpaid))}: ask for the form that it "
-                "reads in data.prompt_suffix"
+                f"a right answer is paid no better than a wrong one in {_rows_text(unpaid, row_ids)}"
+                ": it can't read these rows' answers, so a policy learns nothing from them"
             )
+        self.unread_forms = [kind for kind in RIGHT_FORMS if self._mean(kind) < right]
+
+    def _by_row(self, kind: str, row_ids: Sequence[str]) -> dict[str, float]:
+        """Return the scores of a kind of answer, by the row's id."""
+        pairs = zip(row_ids, self.paid[kind], strict=True)
+        return {row_id: value for row_id, value in pairs if value is not None}
 
     def _mean(self, kind: str) -> float:
         values = [value for value in self.paid.get(kind, ()) if value is not None]
@@ -246,20 +280,31 @@ class RewardCheck:
     def report(self, rows: Sequence[Problem]) -> Iterator[str]:
         """Yield the lines of the report: the table of scores, the findings, and the verdict."""
         width = max(map(len, self.paid))
-        yield f"{'answer':<{width}}  paid for {', '.join(problem.id for problem in rows)}"
+        is_short = len(rows) <= TABLE_ROWS
+        head = (
+            f"paid for {', '.join(problem.id for problem in rows)}"
+            if is_short
+            else f"{'mean':>6} {'least':>6} {'most':>6}  paid for {len(rows)} rows"
+        )
+        yield f"{'answer':<{width}}  {head}"
         for kind, values in self.paid.items():
             reason = f"  {self.failures[kind]}" if kind in self.failures else ""
-            cells = " ".join(f"{_number(value):>6}" for value in values)
+            cells = " ".join(f"{_number(value):>6}" for value in _cells(values, is_short))
             yield f"{kind:<{width}}  {cells}{reason}".rstrip()
         yield f"slowest answer: {self.seconds[0]:.2g} s ({self.seconds[1]})"
         if self.seconds[0] > SLOW_S:
             yield f"LOOK: an answer took over {SLOW_S:g} s; a step of training waits for its slowest answer"
+        if self.unread_forms:
+            yield (
+                f"it pays less for {', '.join(map(repr, self.unread_forms))}: ask for the form that "
+                "it reads in data.prompt_suffix"
+            )
         for note in dict.fromkeys(self.notes):
             yield f"LOOK: {note}"
         for problem, kinds in self.problems.items():
             repeats = f", and {len(kinds) - 1} more" if len(kinds) > 1 else ""
             yield f"BROKEN: {problem} [{kinds[0]}{repeats}]"
-        count = sum(map(len, self.paid.values()))
+        count = sum(value is not None for values in self.paid.values() for value in values)
         if any("is no column of the row" in problem for problem in self.problems):
             yield "LOOK: it reads columns that these rows lack; give rows that have them with --data FILE"
         if self.problems:
@@ -301,10 +346,13 @@ def main(arguments: argparse.Namespace) -> int:
     kwargs, form = parsed_overrides(arguments.overrides, "a keyword of the function")
     if unknown := sorted(form.keys() - FORM_KEYS):
         raise ConfigError(*(f"data.{key}: no such key here" for key in unknown))
+    if arguments.rows is not None and arguments.rows < 1:
+        raise ConfigError(f"--rows {arguments.rows}: try at least one row")
     try:
         bounds, rows = (1.0, 0.0), samples(name)
         if arguments.data is not None:
-            bounds, rows = rows_of(arguments.data, form)
+            n_rows = arguments.rows or (JUDGED_ROWS if name == "judge" else ROWS)
+            bounds, rows = rows_of(arguments.data, form, n_rows)
         hosts = (
             [urlsplit(str(kwargs["url"])).hostname or ""]
             if name == "judge" and "url" in kwargs
@@ -342,23 +390,24 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if check.problems else 0
 
 
-def rows_of(data: str, form: dict[str, Any]) -> tuple[tuple[float, float], list[Problem]]:
-    """Return the rewards and rows of a config or a data set.
+def rows_of(
+    data: str, form: dict[str, Any], n_rows: int
+) -> tuple[tuple[float, float], list[Problem]]:
+    """Return the rewards and up to `n_rows` rows of a config or a data set.
 
     Returns:
-        ((reward_max_val, reward_min_val), those of the first `MAX_ROWS` rows that have an answer;
-        of a data set, the first rows)
+        ((reward_max_val, reward_min_val), rows as in `spread_problems`; of a config, those with an
+        answer)
     """
     is_data = (
         data.startswith(HUB_PREFIX) or Path(data).is_dir() or Path(data).suffix in FILE_FORMATS
     )
     if is_data:
-        return (1.0, 0.0), problems_of(data, form, MAX_ROWS)
+        return (1.0, 0.0), spread_problems(dataset_of(data, form), n_rows)
     config = load_config(data, [f"data.{key}={value}" for key, value in form.items()])
     dataset: ProblemDataset = open_datasets(config.data, ENVIRONMENTS)["train"]
-    rows = [dataset[row] for row in range(min(MAX_ROWS, len(dataset)))]
     return (config.reward.reward_max_val, config.reward.reward_min_val), [
-        row for row in rows if row.answer
+        row for row in spread_problems(dataset, n_rows) if row.answer
     ]
 
 
@@ -372,6 +421,18 @@ def _outcome(future: "Future[Result]") -> Result | Exception:
         return future.result()
     except Exception as error:
         return error
+
+
+def _cells(values: Sequence[float | None], is_short: bool) -> list[float | None]:
+    """Return a kind's cells of the table: each row's score, or their mean, least and most."""
+    scores = [value for value in values if value is not None]
+    if is_short or not scores:
+        return list(values) if is_short else [None] * 3
+    return [sum(scores) / len(scores), min(scores), max(scores)]
+
+
+def _rows_text(some_ids: Sequence[str], all_ids: Sequence[str]) -> str:
+    return f"{len(some_ids)} of {len(all_ids)} rows, {some_ids[0]} first"
 
 
 def _number(value: float | None) -> str:

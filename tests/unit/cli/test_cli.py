@@ -108,6 +108,8 @@ def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
         [sys.executable, "mine.py"], capture_output=True, text=True, check=True
     ).stdout
     assert printed.splitlines()[0] == "{'score': 1.0, 'right': 1.0, 'brief': 1.0}"
+    code, text, _ = said(capsys, "check-reward", "mine.py:mine")
+    assert code == 0 and "LOOK" not in text, text
 
 
 @pytest.mark.parametrize(

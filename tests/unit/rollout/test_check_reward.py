@@ -30,6 +30,7 @@ def exits(response, answer):
 calls = []
 def counts(response, answer): calls.append(response); return float(response == answer) + len(calls)
 def column(response, answer, difficulty): return float(response == answer) * difficulty
+def contains(response, answer): return 0.9 * (answer in response) + 0.1 * (len(response) <= 200)
 def three(response, answer): return 3.0 * (response == answer) - 1
 """
 BROKEN = {
@@ -44,7 +45,8 @@ BROKEN = {
 }
 LOOK = {
     "formal": "right and wrong answers are paid alike (1 and 1)",
-    "trl": "it pays 1 for 'every number to 200', as for a right answer",
+    "trl": "it pays 1 for 'every number to 200', and 1 for a right answer",
+    "contains": "it pays 0.9 for 'every number to 200', and 1 for a right answer",
     "counts": "in a group of",
     "three": "it pays -1 to 2",
 }
@@ -56,7 +58,7 @@ def check(tmp_path, capsys):
     file.write_text(FUNCTIONS)
 
     def run(name: str, *words: str) -> tuple[int, str]:
-        name = name if name in NAMED else f"{file}:{name}"
+        name = name if name in NAMED or ":" in name else f"{file}:{name}"
         code = main(["check-reward", name, *words])
         output = capsys.readouterr()
         return code, output.out + output.err
@@ -120,8 +122,36 @@ def test_rows_are_those_of_a_data_set_or_a_config(check, tmp_path: Path) -> None
     code, text = check("column", *words)
     assert code == 0 and "rows:0, " in text and "rows:1" in text, text
     assert "LOOK: without the row's other columns there is no score" in text
-    code, text = check("math", "--data", "toy-grpo-cpu")
+    code, text = check("math", "--data", "toy-grpo-cpu", "--rows", "4")
     assert code == 0 and "a right one is paid 1, a wrong one 0" in text, text
+
+
+def test_rows_are_spread_over_the_file_and_its_small_columns(check, tmp_path: Path) -> None:
+    """A task that only two of 200 rows have, and a reward that can't read the rows of the end."""
+    file = tmp_path / "tasks.py"
+    file.write_text(
+        "def tasks(response, answer, task, **row):\n"
+        "    assert task != 'rare'\n"
+        "    return float(answer in response and not answer.startswith('late'))\n"
+    )
+    rows = [
+        {
+            "question": f"{n}?",
+            "answer": f"late {n}" if n >= 150 else f"early {n}",
+            "task": "rare" if n in (77, 78) else "usual",
+            "text": {"n": str(n)},
+        }
+        for n in range(200)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    words = ("data.prompt_key=question", "data.image_keys=[]", "--data", str(data))
+    code, text = check(f"{file}:tasks", *words)
+    assert code == 1 and "BROKEN: GradingError: AssertionError" in text and "for 32 rows" in text, (
+        text
+    )
+    assert "a right answer is paid no better than a wrong one in 7 of 32 rows, rows:" in text
+    assert "for 5 rows" in check("exact", *words, "--rows", "5")[1]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +162,7 @@ def test_rows_are_those_of_a_data_set_or_a_config(check, tmp_path: Path) -> None
         (["overlong"], "'overlong' needs kwargs"),
         (["math", "least"], "'least': write key=value, a keyword of the function"),
         (["math", "--data", "gone.jsonl"], "gone.jsonl"),
+        (["math", "--rows", "0"], "--rows 0: try at least one row"),
         (["math", "data.form=x"], "data.form: no such key here"),
         (["judge", "url=http://localhost:1/v1"], "'judge'"),
     ],
