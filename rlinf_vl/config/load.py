@@ -312,7 +312,10 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
             try:
                 set_key(typed, key, value)
             except OmegaConfBaseException:
-                problems[key] = f"{key}: {shown(value)} is not {type_name(annotation)}"
+                default = config_keys()[key].default
+                has_default = value is None and default != MISSING
+                hint = f"; leave it out for its default, {shown(default)}" if has_default else ""
+                problems[key] = f"{key}: {shown(value)} is not {type_name(annotation)}{hint}"
     for key in [key for key in config_keys() if key not in problems]:
         try:
             # Reading resolves the value, so this also finds broken interpolations.
@@ -440,6 +443,8 @@ def _normalise(config: Config, folder: Path) -> None:
     if config.cluster.backend == "local":
         # One rank and one engine, which take turns.
         config.cluster.component_placement = {"actor,rollout": 0}
+    if config.data.seed is None:
+        config.data.seed = config.runner.seed
     rollout = config.rollout
     rollout.weight_sync = FORMER_NAMES.get(rollout.weight_sync, rollout.weight_sync)
     fsdp = config.actor.fsdp_config

@@ -74,6 +74,7 @@ def find_usable_rows(
     results = {
         split: check_rows(config, split, n, pool, bad_rows, progress) for split, n in totals.items()
     }
+    assert data.seed is not None  # loading the config has put runner.seed there
     train, val_answers = results["train"], results["val"].kept
     facts = train.facts
     try:

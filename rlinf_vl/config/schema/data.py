@@ -105,8 +105,8 @@ class DataConfig:
     reward against answer_key (val/accuracy); false computes val/loss alone."""
     shuffle: bool = True
     """Shuffle the training rows anew every epoch."""
-    seed: int = key(1234, NOT_NEGATIVE)
-    """Seeds the order."""
+    seed: int | None = key(None, NOT_NEGATIVE)
+    """Seeds the order; null: runner.seed."""
     curriculum_key: str | None = None
     """Column of numbers, such as a difficulty: every epoch goes from small to large ones, equal
     ones shuffled (data.shuffle). A name with dots leads into a mapping."""

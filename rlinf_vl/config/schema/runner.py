@@ -101,8 +101,8 @@ class RunnerConfig:
     experiment_name: str = MISSING
     """Name of the run's folder."""
     seed: int = key(1234, Limit("lie in [0, 2^63)", lambda x: 0 <= x < 2**63))  # as torch takes it
-    """Seeds weights' initialisation, sampling and everything else but the data order
-    (data.seed)."""
+    """Seeds weights' initialisation, sampling and everything else; the data order, too, unless
+    data.seed is given."""
     seq_length: int = key(2048, AT_LEAST_1)
     """Longest trajectory in tokens: prompt with expanded image placeholders, and response."""
     enable_dynamic_batch_size: bool = True

@@ -104,7 +104,7 @@ def test_overrides_of_every_kind():
             "++data.shuffle=false",
             "data.train_data_paths=[hf://hiyouga/geometry3k:train, toy]",
             "actor.optim={lr: 1e-5, clip_grad: 2}",
-            "data.seed=${runner.seed}",
+            "data.seed=null",
             "runner.resume_dir=null",
             "data.system_prompt='a, b'",
             "cluster.component_placement={actor: 0-3, rollout: '4,6'}",

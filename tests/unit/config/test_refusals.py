@@ -170,6 +170,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["data.train_data_paths=[owner/name]"], ["data.train_data_paths: no file", "hf://owner/name"]),
     (["data.train_data_paths=[hf://]"], ["data.train_data_paths: 'hf://'", "hf://owner/name:split"]),
     (["data.train_data_paths=3"], ["data.train_data_paths: 3 is not a list of strings, such as [a, b]"]),
+    (["rollout.env_class=null"], ["env_class: null is not a string; leave it out for its default, 'single_turn'"]),
     (["data.image_keys=3"], ["data.image_keys: 3 is not a list", "[a, b]"]),
     (["data.image_keys=[image]"], ["data.image_keys: column 'image' not in toy", "did you mean 'images'?"]),
     (["data.prompt_key="], ["data.prompt_key: column ''", "columns are answer"]),
