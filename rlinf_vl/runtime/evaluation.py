@@ -41,12 +41,15 @@ def evaluation_config(
         config_overrides += [] if key in evaluated else [text]
     config = parse_config(name, config_overrides)
     model, data = config.rollout.model, config.data
+    is_named = any(text.startswith("runner.experiment_name=") for text in config_overrides)
+    label = config.runner.experiment_name
     if evaluated["checkpoint"] and evaluated["model"]:
         raise ConfigError("checkpoint= and model= name two things to evaluate; give one of them")
     if evaluated["model"]:
         # a name that is no folder is one on the hub
         is_folder = os.path.isdir(evaluated["model"])
         model.model_path = os.path.abspath(evaluated["model"]) if is_folder else evaluated["model"]
+        label = f"{config.runner.experiment_name}-{os.path.basename(model.model_path)}"
     sampling = config.algorithm.val_sampling_params
     problems = []
     if config.cluster.backend == "local":
@@ -72,7 +75,8 @@ def evaluation_config(
     config.runner.resume_dir = config.runner.checkpoint_dir = None
     config.runner.logger.logger_backends = []
     # a folder of its own, so that the run's files stay as they are
-    config.runner.experiment_name += "-eval"
+    name = config.runner.experiment_name if is_named else label
+    config.runner.experiment_name = f"{name}-eval"
     validate_config(config, (lambda _: iter(problems), *rules))
     if not evaluated["checkpoint"]:
         return config, None
@@ -80,6 +84,9 @@ def evaluation_config(
     refuse_code_of_run(
         config_of(checkpoint), checkpoint.parents[1], trust_run_code, evaluated_by=config
     )
+    if not is_named:
+        step = checkpoint.name.removeprefix("global_")
+        config.runner.experiment_name = f"{checkpoint.parents[1].name}-{step}-eval"
     return config, checkpoint
 
 

@@ -153,7 +153,7 @@ def test_an_evaluation_of_its_checkpoint_finds_what_the_run_found(run, tmp_path)
     ]
     done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "toy-grpo-cpu-eval"
+    folder = tmp_path / "toy-grpo-cpu-step_3-eval"
     made = json.loads((folder / "eval.json").read_text())
     table = pd.read_parquet(folder / "trajectories")
     assert len(table) == 80 and table.correct.mean() == pytest.approx(made["pass@1"]["mean"])

@@ -40,11 +40,16 @@ def test_a_training_config_is_one_of_an_evaluation():
 def test_a_checkpoint_is_named_by_its_folder_or_its_runs(tmp_path):
     made = checkpoint_in(tmp_path / "run")
     for named in (made, tmp_path / "run"):
-        assert evaluated(f"checkpoint={named}")[1] == made
+        config, checkpoint = evaluated(f"checkpoint={named}")
+        assert checkpoint == made and config.runner.experiment_name == "run-step_7-eval"
+        config, _ = evaluated(f"checkpoint={named}", "runner.experiment_name=mine")
+        assert config.runner.experiment_name == "mine-eval"
 
 
 def test_a_model_takes_the_configs_place(tmp_path):
-    assert evaluated(f"model={tmp_path}")[0].rollout.model.model_path == str(tmp_path)
+    config, _ = evaluated(f"model={tmp_path}")
+    assert config.rollout.model.model_path == str(tmp_path)
+    assert config.runner.experiment_name == f"toy-grpo-cpu-{tmp_path.name}-eval"
     assert evaluated("model=owner/name")[0].rollout.model.model_path == "owner/name"
 
 
