@@ -39,6 +39,11 @@ HEADINGS = (
 STATES = {"gone": "killed"}
 #: Differences of a run that the table shows.
 MAX_SHOWN = 4
+#: Keys and sections whose differences come first: what decides what is learned.
+FIRST_KEYS = (
+    "actor.optim.lr", "algorithm.adv_type", "algorithm.loss_type", "reward.functions", "reward.reward_type",
+    "data.train_data_paths", "algorithm.", "reward.", "data.",
+)  # fmt: skip
 
 
 @dataclass
@@ -218,10 +223,17 @@ def _differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         and not key.startswith("runner.code_files")
         and len({config.get(key) for config in written_configs}) > 1
     ]
+    differing.sort(key=_rank)
     return [
         {key: " ".join(config.get(key, "–").split()) for key in differing} if config else {}
         for config in configs
     ]
+
+
+def _rank(key: str) -> int:
+    """Return the position of a key among those that differ."""
+    positions = [i for i, name in enumerate(FIRST_KEYS) if key.startswith(name)]
+    return min(positions, default=len(FIRST_KEYS))
 
 
 def _is_run(path: Path) -> bool:

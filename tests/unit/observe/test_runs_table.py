@@ -51,6 +51,20 @@ def test_figures_states_and_differences(tmp_path, capsys):
     assert heading.split("  ")[0] == "run" and "0.600" in first and "actor.optim.lr=0.0001" in first
 
 
+def test_learning_rate_algorithm_reward_and_data_come_first():
+    keys = [
+        "runner.seed",
+        "data.seed",
+        "data.train_data_paths",
+        "reward.functions",
+        "actor.optim.lr",
+    ]
+    keys += ["rollout.model.precision", "algorithm.group_size", "algorithm.adv_type"]
+    configs = [dict.fromkeys(keys, str(i)) for i in range(2)]
+    first_keys = [keys[i] for i in (4, 7, 3, 2, 6, 1)]
+    assert list(runs_table._differences(configs)[0])[:6] == first_keys
+
+
 def test_a_run_whose_process_is_gone_was_killed(tmp_path):
     import platform
 
