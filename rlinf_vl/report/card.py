@@ -27,6 +27,8 @@ FIGURES = {
     "actor/ref_kl": "KL to the model that it began with",
 }
 #: Names of config keys whose values are not published.
+#: Folders of this machine, at the start of a text or of a word in it.
+LOCAL_FOLDERS = re.compile(r"(?<![^\s='\"(\[,])/(?:[\w.@+~-]+/)+")
 SECRET = re.compile(r"(api|access|auth).*key|secret|password|passwd|token$", re.IGNORECASE)
 
 
@@ -87,8 +89,9 @@ def write_card(
         (split, entry, digests.get(split, {}).get(entry, {})) for split, entry in entries
     ]
     files = config["runner"].get("code_files") or {}
-    # the card is published: it names the user's files without their texts
+    # The card is published: it names the user's files without their texts.
     config["runner"]["code_files"] = dict.fromkeys(files, "left out here")
+    base_name = base if on_hub else f"path/to/{_shortened(base)}"
     text = (
         _environment()
         .get_template("model_card.md.jinja")
@@ -97,7 +100,7 @@ def write_card(
             task="image-text-to-text" if vision else "text-generation",
             auto_model="AutoModelForImageTextToText" if vision else "AutoModelForCausalLM",
             name=config["runner"]["experiment_name"],
-            base=base,
+            base=base_name,
             began_with=_shortened(config["rollout"]["model"]["model_path"]),
             hub_model=base if on_hub else None,
             hub_data=sorted(
@@ -133,9 +136,7 @@ def write_card(
                 if name.startswith(("packages.", "git.commit", "python", "gpus", "cuda"))
                 and value not in ("null", "[]")
             ],
-            config=yaml.safe_dump(
-                _without_secrets(config), sort_keys=False, allow_unicode=True, width=120
-            ),
+            config=yaml.safe_dump(_public(config), sort_keys=False, allow_unicode=True, width=120),
         )
     )
     (output / "README.md").write_text(text, encoding="utf-8")
@@ -240,13 +241,15 @@ def _reward(reward: dict[str, Any]) -> str:
     return formula or _shortened(reward["reward_type"])
 
 
-def _without_secrets(value: Any) -> Any:
-    """Return a copy of the config whose secret values are replaced."""
+def _public(value: Any) -> Any:
+    """Return a copy of the config without secret values and without folders of this machine."""
     if isinstance(value, dict):
         return {
-            key: "left out here"
+            _public(key): "left out here"
             if SECRET.search(str(key)) and isinstance(item, str)
-            else _without_secrets(item)
+            else _public(item)
             for key, item in value.items()
         }
-    return [_without_secrets(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, str):
+        return LOCAL_FOLDERS.sub("", value)
+    return [_public(item) for item in value] if isinstance(value, list) else value

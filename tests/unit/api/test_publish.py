@@ -37,6 +37,7 @@ def run_of(folder, base, *overrides):
     )
     config.runner.code_files = {"/home/me/own.py": "TOP_SECRET = 1"}
     config.rollout.env_kwargs = {"api_key": "sk-1234"}
+    config.rollout.env_kwargs["command"] = "see --at=/home/me/tool.py 'a' /home/me/x/y </a/b>"
     family = family_of("auto", base)
     model = load_model(base, family, torch.float32)
     if config.actor.model.is_lora:
@@ -138,8 +139,10 @@ def test_the_card_has_curve_config_and_data(run, tmp_path):
         assert f"| {split} | `toy` | {len(data)} | `{hashlib.sha256(data).hexdigest()}` |" in text
     config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     assert config["runner"]["max_steps"] == 3 and config["rollout"]["env_kwargs"] == {
-        "api_key": "left out here"
+        "api_key": "left out here",
+        "command": "see --at=tool.py 'a' y </a/b>",
     }
+    assert "/home/me" not in text and str(folder.parent) not in text
     assert "TOP_SECRET" not in text and "sk-1234" not in text and "own.py" in text
     with Image.open(tmp_path / "out/curve.png") as curve:
         assert curve.size == (720, 400)
@@ -230,7 +233,18 @@ def test_the_snippet_of_the_card_generates(tmp_path, toy_folder, is_lora, monkey
     run_of(tmp_path / "run", str(toy_folder), f"actor.model.is_lora={str(is_lora).lower()}")
     output = tmp_path / "out"
     publish(tmp_path / "run", output, dtype="fp32", adapters=is_lora)
-    (snippet,) = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
+    text = (output / "README.md").read_text()
+    assert str(toy_folder) not in text
+    snippet, with_picture = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(snippet.replace("<this repository or folder>", str(output)), made := {})  # noqa: S102
+    Image.new("RGB", (64, 64), "red").save("picture.png")
+    folders = {"<this repository or folder>": str(output)}
+    folders[f"path/to/{toy_folder.name}"] = str(toy_folder)
+    made = {}
+    for code in (snippet, with_picture):
+        for name, folder in folders.items():
+            code = code.replace(name, folder)
+        exec(code, made)  # noqa: S102
     assert made["output"].shape[1] > made["inputs"]["input_ids"].shape[1], "tokens were generated"
+    assert isinstance(made["answer"], str)
+    made["policy"].close()
