@@ -1,7 +1,10 @@
 """Errors that end a run and are no fault of the program: they need no traceback."""
 
 import difflib
+import os
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -44,6 +47,24 @@ def reason_of(error: BaseException) -> str:
         starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(: |$)", line)]
         return "\n".join(lines[starts[-1] :]) if starts else lines[-1].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """Return which package this Python lacks and what to do; None for a module of rlinf_vl."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "rlinf_vl"):
+        return None
+    lack = f"{package} is not installed in {sys.prefix}, whose Python runs this"
+    environments = [name for name in (".venv", ".venv-sglang") if os.path.isdir(name)]
+    if sys.prefix in map(os.path.abspath, environments):
+        return f"{lack}; {pip_install(package)}"
+    environment = next(iter(environments), ".venv")
+    return f"{lack}; use the environment of rlinf_vl: source {environment}/bin/activate"
+
+
+def pip_install(requirement: str) -> str:
+    """Return the command that installs a requirement into the environment that runs this."""
+    return f"{sys.executable} -m pip install {shlex.quote(requirement)}"
 
 
 def never_reported(text: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlinf_vl.agents.chat import ChatRequest, Reply
 from rlinf_vl.agents.endpoint import Endpoint
 from rlinf_vl.config.schema.data import VideoConfig
-from rlinf_vl.errors import ConfigError
+from rlinf_vl.errors import ConfigError, pip_install
 from rlinf_vl.policy import Policy, load_policy
 from rlinf_vl.rollout.agent_session import AgentLimits, AgentSession
 from rlinf_vl.rollout.first_calls import FirstCalls
@@ -99,7 +99,7 @@ def serve(
     except ImportError as error:
         raise ConfigError(
             f"serve needs a package that is not installed ({error.name}): "
-            "python -m pip install 'rlinf_vl[agents]'"
+            + pip_install("rlinf_vl[agents]")
         ) from error
     # Before the port is taken: to load takes minutes, and a mistake in the name half a second.
     policy = load_policy(folder, device=device, dtype=dtype, trust_run_code=trust_run_code)

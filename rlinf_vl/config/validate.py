@@ -22,7 +22,7 @@ from rlinf_vl.config.schema.algorithm import ADVANTAGES, LOSSES
 from rlinf_vl.config.schema.limits import OrCode
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.vision_rules import vision_problems
-from rlinf_vl.errors import ConfigError, nearest
+from rlinf_vl.errors import ConfigError, nearest, pip_install
 from rlinf_vl.user_code import CodeError, check_code, is_code
 
 #: A function that yields the problems of a config, each on one line.
@@ -345,7 +345,7 @@ def _runner(config: Config) -> Iterator[str]:
     for backend in {"wandb", "trackio"}.intersection(runner.logger.logger_backends):
         # Found and not imported: trackers take seconds to import.
         if importlib.util.find_spec(backend) is None:
-            hint = f"pip install 'rlinf_vl[{backend}]', or leave it out"
+            hint = f"{pip_install(f'rlinf_vl[{backend}]')}, or leave it out"
             yield f"runner.logger.logger_backends: {backend} is not installed; {hint}"
 
 

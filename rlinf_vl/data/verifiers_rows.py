@@ -18,13 +18,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from rlinf_vl.config.hubs import parse_rows_path
+from rlinf_vl.errors import pip_install
 
 if TYPE_CHECKING:
     import datasets
 
 #: The first version without `load_environment`, whose tasks and harnesses are another interface.
 _TOO_NEW = (0, 4)
-_INSTALL = "pip install 'rlinf_vl[verifiers]'"
+_INSTALL = pip_install("rlinf_vl[verifiers]")
 _lock = threading.Lock()
 
 

@@ -23,6 +23,7 @@ from rlinf_vl.envs.base import Grade, StepResult
 from rlinf_vl.envs.browser_host import HOST, LAUNCH_S, Tab, TabFailure, TabSettings, check_installed
 from rlinf_vl.envs.browser_pages import PageSource
 from rlinf_vl.envs.tool import ToolEnv, ToolFailure
+from rlinf_vl.errors import pip_install
 from rlinf_vl.types import Message, Problem
 
 #: Most characters of one `type`, and pixels of the picture.
@@ -416,5 +417,5 @@ def _miniwob_folder() -> Path:
     """
     spec = importlib.util.find_spec("miniwob")
     if spec is None or spec.origin is None:
-        raise ImportError("MiniWoB++ is not installed; pip install 'rlinf_vl[browser]'")
+        raise ImportError(f"MiniWoB++ is not installed; {pip_install('rlinf_vl[browser]')}")
     return Path(spec.origin).parent / "html"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlinf_vl.envs.browser_pages import PageSource
+from rlinf_vl.errors import pip_install
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Dialog, Page, Playwright, Route
@@ -329,7 +330,7 @@ def find_program() -> str | None:
 def check_installed() -> None:
     """Raise ImportError if there is no Playwright or no Chromium."""
     if importlib.util.find_spec("playwright") is None:
-        raise ImportError("Playwright is not installed; pip install 'rlinf_vl[browser]'")
+        raise ImportError(f"Playwright is not installed; {pip_install('rlinf_vl[browser]')}")
     program = find_program()
     if program is None and not list(_playwright_browsers().glob("chromium-*")):
         raise ImportError(

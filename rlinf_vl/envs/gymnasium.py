@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from rlinf_vl.envs.base import StepResult
+from rlinf_vl.errors import pip_install
 from rlinf_vl.types import Message, Problem
 
 TEMPLATE = r"""<image>
@@ -289,7 +290,7 @@ def _maker(id: str, make: str, kwargs: dict[str, Any], seed: int) -> Callable[[]
     try:
         import gymnasium
     except ImportError as error:
-        raise ImportError(f"{error}; pip install 'rlinf_vl[envs]'") from error
+        raise ImportError(f"{error}; {pip_install('rlinf_vl[envs]')}") from error
     module, _, name = id.rpartition(":")
     if module:
         importlib.import_module(module)

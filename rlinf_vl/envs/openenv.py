@@ -21,10 +21,11 @@ import numpy as np
 
 from rlinf_vl.config.hubs import OPENENV
 from rlinf_vl.envs.base import StepResult
+from rlinf_vl.errors import pip_install
 from rlinf_vl.types import Message, Problem
 from rlinf_vl.user_code import CodeError, load_code
 
-INSTALL = "pip install 'rlinf_vl[openenv]'"
+INSTALL = pip_install("rlinf_vl[openenv]")
 #: The first characters of PNG, JPEG, GIF and WebP in base64.
 _IMAGE_STARTS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 #: Fields of every observation, which are not shown: reward and end are no news to a policy.

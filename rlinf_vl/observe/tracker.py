@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlinf_vl.config.schema.runner import TRACKERS
+from rlinf_vl.errors import pip_install
 from rlinf_vl.observe.lines import StepLines
 from rlinf_vl.observe.samples import FACTS, TEXTS, Sample, choose_samples, code_block, inert
 from rlinf_vl.user_code import load_code
@@ -248,8 +249,8 @@ def _import_backend(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"runner.logger.logger_backends has {name}, which isn't installed: run `pip install "
-            f"{name}` or take it out"
+            f"runner.logger.logger_backends has {name}, which isn't installed: run "
+            f"`{pip_install(name)}` or take it out"
         ) from error
 
 

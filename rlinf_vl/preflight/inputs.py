@@ -32,7 +32,7 @@ from rlinf_vl.data.unusable import NOT_FETCHED, RowError
 from rlinf_vl.data.verifiers_rows import environment_missing
 from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
 from rlinf_vl.envs.registry import EnvMaker, check_env_class, keyword_problems, load_env_class
-from rlinf_vl.errors import ConfigError, nearest, reason_of
+from rlinf_vl.errors import ConfigError, nearest, pip_install, reason_of
 from rlinf_vl.preflight import gpus
 from rlinf_vl.preflight.checkpoint import checkpoint
 from rlinf_vl.preflight.hub import HUB_NAME, ask_hub
@@ -71,7 +71,9 @@ def libraries_missing(config: Config) -> Iterator[str]:
     Those of agents and trackers are imported: they may lack a package of their own.
     """
     if config.actor.model.is_lora and importlib.util.find_spec("peft") is None:
-        yield "actor.model.is_lora: true needs peft, which is not installed; pip install peft"
+        yield (
+            f"actor.model.is_lora: true needs peft, which is not installed; {pip_install('peft')}"
+        )
     if (
         config.actor.model.is_lora
         and config.actor.model.lora.quantization == "nf4"
@@ -86,12 +88,12 @@ def libraries_missing(config: Config) -> Iterator[str]:
         modules += ["openai"] if agent.function or name else []
         modules += ["httpx"] if agent.app else []
         if reasons := [*filter(None, map(_import_problem, modules))]:
-            yield f"rollout.agent: {'; '.join(reasons)}; pip install 'rlinf_vl[agents]'"
+            yield f"rollout.agent: {'; '.join(reasons)}; {pip_install('rlinf_vl[agents]')}"
     for backend in ("wandb", "trackio"):
         # A rule of the config refuses one that is not installed.
         is_used = backend in config.runner.logger.logger_backends
         if is_used and importlib.util.find_spec(backend) and (reason := _import_problem(backend)):
-            yield f"runner.logger.logger_backends: {reason}; pip install 'rlinf_vl[{backend}]'"
+            yield f"runner.logger.logger_backends: {reason}; {pip_install(f'rlinf_vl[{backend}]')}"
 
 
 def _import_problem(module: str) -> str | None:
@@ -112,7 +114,7 @@ def _without_nf4(config: Config) -> str | None:
     It is tried in a process of its own, whose end frees the GPU's memory.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        return "which is not installed; pip install 'rlinf_vl[qlora]'"
+        return f"which is not installed; {pip_install('rlinf_vl[qlora]')}"
     device = "cuda" if config.cluster.device != "cpu" and gpus.gpu_memory() else "cpu"
     command = [sys.executable, "-c", f"from rlinf_vl.models.nf4 import try_on; try_on({device!r})"]
     try:

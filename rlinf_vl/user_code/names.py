@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf_vl.errors import nearest
+from rlinf_vl.errors import nearest, pip_install
 from rlinf_vl.user_code.texts import (
     CodeError,
     import_lock,
@@ -315,7 +315,7 @@ def _not_imported(name: str, place: str, error: BaseException, is_ours: bool = F
             "file"
         )
     position = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-    install = "pip install 'rlinf_vl[envs]'" if is_ours else "install it where workers run"
+    install = pip_install("rlinf_vl[envs]") if is_ours else "install it where workers run"
     hint = f"; {install}" if isinstance(error, ModuleNotFoundError) else ""
     return CodeError(
         f"{name!r}: {place}{position} can't be imported: {type(error).__name__}: {error}{hint}"

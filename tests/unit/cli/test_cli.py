@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,28 @@ def said(capsys, *words):
     except SystemExit as end:
         code = end.code
     return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [["config"], ["recipes"]])
+def test_a_reader_that_leaves_is_no_error(words):
+    """As in `rlinf-vl config | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rlinf_vl", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_python_without_our_packages_names_the_environment(tmp_path):
+    (tmp_path / ".venv").mkdir()
+    package = Path(__file__).parents[3]
+    command = [sys.executable, "-S", "-m", "rlinf_vl", "config"]
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert " is not installed in " in done.stderr
+    assert done.stderr.endswith("source .venv/bin/activate\n")
 
 
 def test_versions(capsys):

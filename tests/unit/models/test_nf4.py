@@ -1,5 +1,7 @@
 """Adapters on nf4 weights against peft on transformers' own 4-bit model, and against dense weights."""
 
+import sys
+
 import pytest
 import torch
 from adapters import adapted, both_logprobs, row_of
@@ -120,4 +122,4 @@ def test_bitsandbytes_is_tried_before_the_run(monkeypatch, tmp_path):
         "importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else object()
     )
     (said,) = packages_missing(config)
-    assert "not installed; pip install 'rlinf_vl[qlora]'" in said
+    assert f"not installed; {sys.executable} -m pip install 'rlinf_vl[qlora]'" in said

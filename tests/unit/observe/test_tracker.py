@@ -208,7 +208,8 @@ def test_make_trackers_names_what_is_wrong(tmp_path, monkeypatch):
     for backend in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, backend, None)  # as if not installed
         with pytest.raises(
-            ImportError, match=f"has {backend}, which isn't installed: run `pip install {backend}`"
+            ImportError,
+            match=f"has {backend}, which isn't installed: run `.*pip install {backend}`",
         ):
             make_trackers(tmp_path, [backend], **NAMES)
 
