@@ -16,12 +16,12 @@ This page is generated from the tables in [`rlinf_vl/convert/systems/`](../rlinf
 `python docs/generate_coming_from.py`; edit those.
 
 ```bash
-python -m rlinf_vl convert-config run_qwen2_5_vl-7b.sh --output mine.yaml
+rlinf-vl convert-config run_qwen2_5_vl-7b.sh --output mine.yaml
 ```
 
 reads a config of theirs and writes one of ours. A file may be YAML, a script with `key=value` or `--key value`, and for TRL a
 Python file or notebook with `GRPOConfig(…)`. Nothing of it is run: a shell's variables are followed, then the environment's
-(`NUM_GPUS=4 python -m rlinf_vl convert-config run.sh`), and a config that a script names is read where it stands near it. Whose
+(`NUM_GPUS=4 rlinf-vl convert-config run.sh`), and a config that a script names is read where it stands near it. Whose
 config it is shows in its keys; `--from verl` says so.
 
 Every key of theirs is one of these, and the command prints how many are which:
@@ -35,7 +35,7 @@ Every key of theirs is one of these, and the command prints how many are which:
 - **unknown**: no table has it.
 
 What is written is accepted by our schema; what is missing on this machine (data, packages) is listed as to be done. Three more
-ways in: RLinf's published YAML runs as it is (`python -m rlinf_vl train theirs.yaml`), unless something in it is refused; an
+ways in: RLinf's published YAML runs as it is (`rlinf-vl train theirs.yaml`), unless something in it is refused; an
 unknown key of a config or override that one of these systems has is answered with ours; and their rows and reward functions are
 taken as they are (`data.format`, [rewards](rewards.md)).
 

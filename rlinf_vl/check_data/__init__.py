@@ -1,2 +1,2 @@
-"""`python -m rlinf_vl check-data`: reads a whole data set as training would, and reports its
+"""`rlinf-vl check-data`: reads a whole data set as training would, and reports its
 contents and losses."""

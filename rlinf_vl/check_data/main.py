@@ -34,7 +34,7 @@ _DEFAULT_OVERRIDES = ("data.val_data_paths=[]", "data.rollout_batch_size=1")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """`python -m rlinf_vl check-data CONFIG|DATA`: exit code 0 if training would take the data, 1
+    """`rlinf-vl check-data CONFIG|DATA`: exit code 0 if training would take the data, 1
     if it would not."""
     start_s = time.monotonic()
     config, counts_tokens = _config(arguments)

@@ -292,7 +292,7 @@ def advise(
         return lines
     lines = [f"no setting makes it fit on {hardware}"]
     if not elsewhere:
-        return [f"{lines[0]}; 'python -m rlinf_vl preflight' says the smallest hardware that fits"]
+        return [f"{lines[0]}; 'rlinf-vl preflight' says the smallest hardware that fits"]
     hardware_lines = []
     for card in CARDS:
         if fit := advisor.smallest_hardware(card):

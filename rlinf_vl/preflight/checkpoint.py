@@ -63,7 +63,7 @@ def _model_folder(config: Config, folder: Path) -> Iterator[str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield (
             f"{key} has no config.json that names a model_type ({type(error).__name__}: {error}); "
-            "name a checkpoint in Hugging Face's format, such as 'python -m rlinf_vl export' "
+            "name a checkpoint in Hugging Face's format, such as 'rlinf-vl export' "
             "writes"
         )
         return

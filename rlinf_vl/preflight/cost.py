@@ -165,7 +165,7 @@ def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> i
     if on_cpu and calibrated is None:
         raise ConfigError(
             f"rollout.model.model_path: {config.rollout.model.model_path} has not been measured on "
-            f"this machine's CPU; run 'python -m rlinf_vl calibrate {arguments.config}' first"
+            f"this machine's CPU; run 'rlinf-vl calibrate {arguments.config}' first"
         )
     if calibrated is None or (not on_cpu and arguments.gpu_kind is not None):
         rates, base = rates_of(kind_of(arguments)), usual_lengths(config)

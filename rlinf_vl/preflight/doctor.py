@@ -64,7 +64,7 @@ def line(subject: str, finding: str, problem: object = "", status: str = "fail")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `python -m rlinf_vl doctor [CONFIG]`; return 1 if a line fails, otherwise 0."""
+    """Run `rlinf-vl doctor [CONFIG]`; return 1 if a line fails, otherwise 0."""
     config = parse_config(arguments.config, arguments.overrides) if arguments.config else None
     machine = look(config)
     lines = check(machine, config)

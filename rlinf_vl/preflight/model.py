@@ -144,7 +144,7 @@ class Model:
         if tokens > MOST_TOKENS:
             raise ConfigError(
                 f"runner.max_tokens_per_mbs: {tokens} tokens in a micro-batch are more than any "
-                "GPU holds; set it to 16384, or to what 'python -m rlinf_vl preflight' then says "
+                "GPU holds; set it to 16384, or to what 'rlinf-vl preflight' then says "
                 "is the largest that fits"
             )
         if not self.traces:

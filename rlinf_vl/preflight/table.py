@@ -85,7 +85,7 @@ def _gib(size: int) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `python -m rlinf_vl preflight CONFIG`; return 0 if it fits, 1 if it does not."""
+    """Run `rlinf-vl preflight CONFIG`; return 0 if it fits, 1 if it does not."""
     config = load_config(arguments.config, arguments.overrides)
     if config.cluster.device == "cpu" and not arguments.time:
         raise ConfigError(

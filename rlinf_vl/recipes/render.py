@@ -128,7 +128,7 @@ def readme_text(folder: str, recipe: Recipe) -> str:
         NOTE,
         "",
         "```bash",
-        f"python -m rlinf_vl train examples/recipes/{folder}/{first}.yaml",
+        f"rlinf-vl train examples/recipes/{folder}/{first}.yaml",
         "```",
     ]
     lines += ["", "## Metric", ""]

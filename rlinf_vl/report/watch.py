@@ -1,4 +1,4 @@
-"""`python -m rlinf_vl watch RUN_DIR`: a run on a terminal, drawn from the files in its folder while
+"""`rlinf-vl watch RUN_DIR`: a run on a terminal, drawn from the files in its folder while
 it goes on."""
 
 import math

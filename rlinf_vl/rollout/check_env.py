@@ -1,4 +1,4 @@
-"""`python -m rlinf_vl check-env`: plays an environment with random and hostile answers.
+"""`rlinf-vl check-env`: plays an environment with random and hostile answers.
 
 It reports what breaks the contract of environments (exit code 1), and what the episodes were like.
 """

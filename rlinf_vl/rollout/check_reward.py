@@ -1,4 +1,4 @@
-"""`python -m rlinf_vl check-reward`: tries a reward function on right, wrong and hostile answers.
+"""`rlinf-vl check-reward`: tries a reward function on right, wrong and hostile answers.
 
 A user's function runs in processes with the limits of a run, so that one that hangs, crashes or
 exits is reported and harms nothing. The report distinguishes what breaks the contract (BROKEN, exit

@@ -128,7 +128,7 @@ class RolloutConfig:
     gpu_memory_utilization: float | str = key(0.6, SHARE_OR_AUTO)
     """Share of a GPU's memory for the engine's weights and KV cache; on CPU, of free memory, and
     what is unused is not reserved. `auto`: what the memory ledger leaves beside the trainer
-    (`python -m rlinf_vl preflight`); 0.6 on CPU."""
+    (`rlinf-vl preflight`); 0.6 on CPU."""
     max_running_requests: int = key(256, AT_LEAST_1)
     """Responses decoded at once by one worker; further ones wait."""
     model: RolloutModelConfig = field(default_factory=RolloutModelConfig)

@@ -132,7 +132,7 @@ def test_where_no_setting_helps_smallest_hardware_and_adapters_are_named(shallow
 def test_a_run_that_has_its_gpus_is_told_of_the_verb_that_knows_more(shallow):
     before = made(shallow, on=gpus(1, 14))
     (line,) = advise(before, Model(before.config), elsewhere=False)
-    assert line.endswith("'python -m rlinf_vl preflight' says the smallest hardware that fits")
+    assert line.endswith("'rlinf-vl preflight' says the smallest hardware that fits")
 
 
 def test_no_change_raises_the_peak(shallow):

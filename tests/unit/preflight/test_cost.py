@@ -56,7 +56,7 @@ def test_a_file_of_another_version_is_not_used():
 
 def test_the_verb_names_the_cheapest_and_the_fastest(capsys):
     assert main(["preflight", "toy-grpo-cpu", "--time"]) == 2
-    assert "python -m rlinf_vl calibrate toy-grpo-cpu" in capsys.readouterr().err
+    assert "rlinf-vl calibrate toy-grpo-cpu" in capsys.readouterr().err
     save(calibrated())
     options = ["--time", "--price", "2", "--response-tokens", "12"]
     assert main(["preflight", "toy-grpo-cpu", *options, SPLIT]) == 0
