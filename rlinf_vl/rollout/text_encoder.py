@@ -18,7 +18,7 @@ from rlinf_vl.types import ImageRef, Message
 
 #: Capacity of the cache of texts between turns with their ids, in bytes.
 ENCODED_BYTES = 2**25
-#: The keys of a part whose values are no text of the conversation.
+#: The keys of a message's part whose values are no text of the conversation.
 _UNCHANGED_KEYS = ("type", "image", "image_url", "video", "video_url")
 
 
@@ -70,7 +70,12 @@ class TextEncoder:
             marks). The marks are characters that occur in no text.
         """
         texts: list[str] = []
-        _map_texts([list(messages), list(tools)], texts.append)
+
+        def note(text: str) -> str:
+            texts.append(text)
+            return text
+
+        _map_conversation(messages, tools, note)
         joined = "".join(texts)
         # Characters of the private use area, which have no meaning.
         unused = (c for c in map(chr, range(0xE000, 0xF900)) if c not in joined)
@@ -79,10 +84,8 @@ class TextEncoder:
             return ([{**message} for message in messages], list(tools)), "", further_marks
         starts = {f"{re.escape(token[:1])}(?={re.escape(token[1:2])}|$)" for token in self._special}
         pattern = re.compile("|".join(starts))
-        marked_messages, marked_tools = _map_texts(
-            [list(messages), list(tools)], lambda text: pattern.sub(rf"\g<0>{mark}", text)
-        )
-        return (marked_messages, marked_tools), mark, further_marks
+        marked = _map_conversation(messages, tools, lambda text: pattern.sub(rf"\g<0>{mark}", text))
+        return marked, mark, further_marks
 
     @cached_property
     def encode_plain(self) -> ByteCache[str, tuple[int, ...]]:
@@ -112,15 +115,37 @@ class TextEncoder:
         return copy.deepcopy(self._tokenizer)
 
 
-def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return a copy of a JSON-like value with every text changed, except the URLs of images."""
+def _map_conversation(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], change: Callable[[str], str]
+) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Return copies of messages and tools with every text changed, except the images' addresses."""
+    changed_messages = []
+    for message in messages:
+        changed = {key: _map_texts(value, change) for key, value in message.items()}
+        content = message["content"]
+        if isinstance(content, list):
+            changed["content"] = [_map_part(part, change) for part in content]
+        changed_messages.append(changed)
+    return changed_messages, _map_texts(list(tools), change)
+
+
+def _map_part(part: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a message's part with every text changed, except an image's address."""
+    if not isinstance(part, dict):
+        return _map_texts(part, change)
+    return {
+        key: value if key in _UNCHANGED_KEYS else _map_texts(value, change)
+        for key, value in part.items()
+    }
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a JSON-like value with every text changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {
-            key: item if key in _UNCHANGED_KEYS else _map_texts(item, change)
-            for key, item in value.items()
-        }
+        # Templates show the keys of arguments and of tools' parameters.
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_map_texts(item, change) for item in value]
     return value
