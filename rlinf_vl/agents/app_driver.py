@@ -5,6 +5,7 @@ docs/remote.md has the protocol, examples/task_app/ a server.
 
 import secrets
 import socket
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -95,8 +96,11 @@ def address_towards(url: str) -> str:
         OSError: there is no way to it.
     """
     target = httpx.URL(url)
-    family, _, _, _, address = socket.getaddrinfo(target.host, target.port or 80)[0]
-    # A datagram socket sends nothing to connect; it only finds the way.
-    with socket.socket(family, socket.SOCK_DGRAM) as finder:
-        finder.connect(address)
-        return finder.getsockname()[0]
+    infos = socket.getaddrinfo(target.host, target.port or 80, type=socket.SOCK_DGRAM)
+    # A name may have addresses of IPv6 first, to which this machine has no way.
+    for family, _, _, _, address in infos:
+        # A datagram socket sends nothing to connect; it only finds the way.
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as finder:
+            finder.connect(address)
+            return finder.getsockname()[0]
+    raise OSError(f"there is no way from this machine to {target.host}, the host of {url}")

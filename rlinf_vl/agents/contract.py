@@ -5,7 +5,6 @@ the policy as often as it likes through an OpenAI client, and returns a reward, 
 or None to leave its last reply to the run's reward functions.
 """
 
-import base64
 import json
 import math
 from collections.abc import Mapping
@@ -16,15 +15,11 @@ from typing import Any
 
 from PIL import Image
 
-from rlinf_vl.data.clips import frame_refs, is_clip
+from rlinf_vl.data.clips import frame_refs
+from rlinf_vl.data.data_uris import data_uri, messages_with_data
 from rlinf_vl.data.images import decode
 from rlinf_vl.rewards.result import RIGHT
-from rlinf_vl.types import ImageRef, Message, Problem
-
-#: Image format by the first bytes of a file, for a data URI; PNG for any other.
-_MEDIA_TYPES = {b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
-#: Media type of a video's sampled frames and times, which an agent passes on as they are.
-CLIP_TYPE = "video/x-rlinf-vl-clip"
+from rlinf_vl.types import Message, Problem
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,7 @@ class AgentTask:
     @cached_property
     def messages(self) -> list[Message]:
         """The row's messages in OpenAI's form, images as data URIs of their original bytes."""
-        # The original bytes: so an image of a call is the row's, by its hash.
-        uris = {image.url: data_uri(image) for image in self.problem.images}
-        return [_with_uris(message, uris) for message in self.problem.messages]
+        return messages_with_data(self.problem)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -84,28 +77,6 @@ class AgentTask:
         # A column may hold what JSON has not, such as a date.
         task = self.row | {"seed": self.seed, "group_seed": self.group_seed}
         return json.dumps(task, ensure_ascii=False, default=str)
-
-
-def data_uri(image: ImageRef) -> str:
-    """Return the bytes of an image, or of a clip, as a data URI."""
-    data = bytes(image.data)
-    if is_clip(image):
-        return f"data:{CLIP_TYPE};base64,{base64.b64encode(data).decode()}"
-    kind = next((kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start)), "png")
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _with_uris(message: Message, uris: Mapping[str, str]) -> Message:
-    """Return a message with the addresses of images replaced."""
-    if isinstance(message["content"], str):
-        return message
-    parts = []
-    for part in message["content"]:
-        kind = part.get("type")
-        if kind in ("image_url", "video_url"):
-            part = part | {kind: {"url": uris[part[kind]["url"]]}}
-        parts.append(part)
-    return message | {"content": parts}
 
 
 @dataclass(frozen=True)

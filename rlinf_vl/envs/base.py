@@ -1,6 +1,7 @@
 """The contract of environments, which answer the responses of a trajectory."""
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,9 +13,15 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits} is too large a number")
+    return number
+
+
 #: A decoder that refuses NaN and the infinities, which Python accepts by default though they are no
 #: JSON.
-STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant)
+STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 Grade = Callable[[str, str], bool]
 """A function (response, reference answer) → whether the response is right."""
 

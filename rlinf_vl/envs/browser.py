@@ -28,6 +28,8 @@ from rlinf_vl.types import Message, Problem
 
 #: Most characters of one `type`, and pixels of the picture.
 MAX_TEXT, MAX_PIXELS = 2000, 2**23
+#: Farthest turn of the mouse wheel in one call, in CSS pixels: browsers take no number beyond.
+MAX_SCROLL = 2**20
 #: Steps of the mouse on its way in a drag: pages follow it by its movements.
 _DRAG_STEPS = 8
 #: Milliseconds of an episode of MiniWoB++: more than any takes, within JavaScript's timers.
@@ -238,6 +240,8 @@ class Browser(ToolEnv):
         """
         mouse, point = self._page.page.mouse, self._point(x, y)
         across, along = self._in_css(right, down)
+        if max(abs(across), abs(along)) > MAX_SCROLL:
+            raise ValueError(f"down={down:g}, right={right:g} is farther than any page goes")
 
         async def turn() -> None:
             await mouse.move(*point)

@@ -103,7 +103,8 @@ class Tab:
     async def begin(self, episode: dict[str, Any], is_loaded: bool) -> None:
         """Load the page, or draw it afresh, and call its `startEpisode` if it has one."""
         self.dialogs, self.blocked, self.popups = [], 0, 0
-        script = f"window.episode = {json.dumps(episode)};{_SEEDED}"
+        # A column may hold values that JSON has not, such as a date: those become text.
+        script = f"window.episode = {json.dumps(episode, default=str)};{_SEEDED}"
         if is_loaded:
             await self.page.evaluate(script)
         else:

@@ -12,11 +12,13 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
+from rlinf_vl.data.clips import is_clip
+from rlinf_vl.data.data_uris import messages_with_data
 from rlinf_vl.data.images import image_size, to_image_ref
 from rlinf_vl.data.unusable import shorten
 from rlinf_vl.envs.app_client import AppClient, RemoteError
 from rlinf_vl.envs.base import StepResult
-from rlinf_vl.types import IMAGE_URL_PREFIX, ROLES, Message, Problem
+from rlinf_vl.types import ROLES, ImageRef, Message, Problem
 
 PROTOCOL = 1
 #: Most characters of a step's `info`, as JSON.
@@ -85,6 +87,7 @@ class Remote:
         }
         self._id = secrets.token_hex(16)
         self._started, self._turn = False, 0
+        self._clip_urls: set[str] = set()  # of the row's videos
 
     async def start(self, problem: Problem) -> list[Message]:
         self._app.open()
@@ -98,8 +101,9 @@ class Remote:
             "id": problem.id,
             "answer": problem.answer,
             "columns": problem.columns,
-            "messages": _with_images(problem),
+            "messages": messages_with_data(problem),
         }
+        self._clip_urls = {image.url for image in problem.images if is_clip(image)}
         # Set before the request, because the app may start the episode and its reply may be lost.
         self._started = True
         reply, parts = await self._app.ask(
@@ -158,7 +162,8 @@ class Remote:
                 )
             content = [{"type": "text", "text": content}] if isinstance(content, str) else content
             image_count += sum(
-                isinstance(part, dict) and part.get("type") == "image_url" for part in content
+                isinstance(part, dict) and part.get("type") in ("image_url", "video_url")
+                for part in content
             )
             if image_count > self._max_images:
                 raise RemoteError(f"a reply with more than max_images={self._max_images}")
@@ -176,10 +181,15 @@ class Remote:
                 url.removeprefix(_PART) in parts
             ):
                 image = to_image_ref(parts[url.removeprefix(_PART)], root=None)
+            # The row's videos alone, as they were sent: no file of a stranger is decoded.
+            case {"type": "video_url", "video_url": {"url": str(url)}} if (
+                clip_url := _clip_url(url)
+            ) in self._clip_urls:
+                return {"type": "video_url", "video_url": {"url": clip_url}}
             case _:
                 raise RemoteError(
                     f"{shorten(repr(part))} is neither text nor an image_url with a data URI or "
-                    f"{_PART}NAME"
+                    f"{_PART}NAME nor a video_url of the row"
                 )
         height, width = image_size(image)
         if height * width > self._max_pixels:
@@ -189,26 +199,9 @@ class Remote:
         return {"type": "image", "image": image.data}
 
 
-def _with_images(problem: Problem) -> list[Message]:
-    """Return a problem's messages, with its images in them as data URIs."""
-    kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
-    urls = {}
-    for image in problem.images:
-        kind = next(
-            (kind for magic, kind in kinds.items() if bytes(image.data[:4]).startswith(magic)),
-            "octet-stream",
-        )
-        urls[image.url] = f"data:image/{kind};base64,{base64.b64encode(image.data).decode()}"
-
-    def inline(part: dict[str, Any]) -> dict[str, Any]:
-        url = part.get("image_url", {}).get("url", "")
-        return (
-            {"type": "image_url", "image_url": {"url": urls[url]}}
-            if url.startswith(IMAGE_URL_PREFIX)
-            else part
-        )
-
-    return [
-        m if isinstance(m["content"], str) else m | {"content": list(map(inline, m["content"]))}
-        for m in problem.messages
-    ]
+def _clip_url(uri: str) -> str:
+    """Return the address of the clip that a data URI holds; "" if it can't be read."""
+    try:
+        return ImageRef.of(base64.b64decode(uri.partition(",")[2], validate=True)).url
+    except ValueError:
+        return ""

@@ -1,5 +1,6 @@
 """Pages in a real browser: pictures, every tool, rewards, seeds, and pages that are kept."""
 
+import datetime
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,8 @@ def test_back_leads_to_the_page_before_and_no_further(opened) -> None:
         (call("click", x=-1, y=3), "outside the picture"),
         (call("click", x=float("inf"), y=3), "not valid JSON"),
         (call("click", x="3", y=3), "is not of type 'number'"),
+        (call("scroll", x=1, y=1, down=5).replace("5", "1e999"), "1e999 is too large a number"),
+        (call("scroll", x=1, y=1, down=1e300), "farther than any page goes"),
         (call("key", name="Nonsense"), "Unknown key"),
         (call("type", text="x" * 2001), "2001 characters are more than 2000"),
         (call("drag", x=1, y=1, to_x=1, to_y=100), "outside the picture"),
@@ -175,13 +178,14 @@ def test_places_are_in_the_pictures_units(opened) -> None:
 
 
 def test_equal_seeds_draw_equal_pages_and_rows_reach_them(opened) -> None:
-    row = problem("", "7", level=2)
-    (_, first), (_, again), (_, different) = (
+    row = problem("", "7", level=2, due=datetime.date(2026, 1, 2))
+    (env, first), (_, again), (_, different) = (
         opened("drawn.html", row, group_seed=seed) for seed in (5, 5, 2**40 + 6)
     )
     assert first == again
     assert first[-1]["content"][1]["text"] == "1 5 2 7"
     assert different[-1]["content"][1]["text"] == "1 6 2 7"
+    assert asked(env, "episode.columns.due") == "2026-01-02"
     assert (pixels(first[-1]["content"][0]) != pixels(different[-1]["content"][0])).any()
 
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from task_app import Relay, TaskApp
 
+from rlinf_vl.data.clips import clip_ref
+from rlinf_vl.data.data_uris import data_uri
 from rlinf_vl.envs import EnvMaker, app_client
 from rlinf_vl.envs.app_client import RemoteError
 from rlinf_vl.envs.registry import load_env_class
@@ -162,6 +164,28 @@ def test_the_app_gets_the_row_with_its_images(app, relay):
     url = row["messages"][0]["content"][1]["image_url"]["url"]
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == image.data
     assert [path for path, _ in relay.seen] == ["info", "start", "close"]
+
+
+def test_a_video_of_the_row_goes_to_the_app_and_back(relay):
+    clip, stranger = (clip_ref([png(8, side)], [0.0]) for side in (8, 16))
+    parts = [{"type": "video_url", "video_url": {"url": clip.url}}]
+    row = Problem("p:3", ({"role": "user", "content": parts},), "18", (clip,))
+
+    def echo(handler, content):
+        handler.reply(
+            200, json.dumps({"messages": json.loads(content)["problem"]["messages"]}).encode()
+        )
+
+    relay.does["start"] = echo
+    ((message,),) = play(remote(relay.url), problem=row)
+    assert message["content"] == parts
+
+    other = user({"type": "video_url", "video_url": {"url": data_uri(stranger)}})
+    relay.does["start"] = lambda handler, _: handler.reply(
+        200, json.dumps({"messages": other}).encode()
+    )
+    with pytest.raises(RemoteError, match="nor a video_url of the row"):
+        play(remote(relay.url), problem=row)
 
 
 def test_a_reply_that_is_lost_is_asked_for_again(app, relay):
@@ -324,7 +348,7 @@ MALFORMED = [
     (STEP | {"reward": "1"}, "reward is '1'"),
     (STEP | {"reward": True}, "reward is True"),
     (STEP | {"reward": None}, "reward is None"),
-    (json.dumps(STEP).replace("0.0", "1e999").encode(), "reward is inf"),
+    (json.dumps(STEP).replace("0.0", "1e999").encode(), "1e999 is too large a number"),
     (STEP | {"done": 0}, "done is 0"),
     (STEP | {"info": []}, r"info is \[\]"),
     (

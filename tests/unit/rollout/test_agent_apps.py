@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def test_the_app_plays_and_what_it_asked_is_the_trajectory(monkeypatch, processo
 
 BAD = {
     "no reward": (b'{"reward": "much"}', "gave the reward 'much', which is no finite number"),
-    "endless": (b'{"reward": 1e999}', "gave the reward inf"),
+    "endless": (b'{"reward": 1e999}', "1e999 is too large a number"),
     "unknown": (b'{"reward": 1, "info": {"x": 1}}', "it returned 'x'"),
     "no object": (b'{"reward": 1, "info": [1]}', "gave the info [1], which is no object"),
     "not JSON": (b"well", "failed in its app"),
@@ -116,6 +117,18 @@ def test_a_request_whose_reply_is_lost_joins_what_it_has_begun(monkeypatch, proc
 def test_another_token_is_refused(monkeypatch, processor, app):
     (trajectory,), _ = outcome(monkeypatch, processor, app.url, [1], token="another-secret")
     assert "it wants another token; is that in TASK_APP_TOKEN right?" in trajectory.error
+
+
+def test_the_way_to_an_app_is_that_of_an_address_that_can_be_reached(monkeypatch):
+    find = socket.getaddrinfo
+
+    def ipv6_first(*arguments, **options):
+        # A link's address without its link, to which there is no way.
+        away = (socket.AF_INET6, socket.SOCK_DGRAM, 0, "", ("fe80::1", 8000, 0, 0))
+        return [away, *find(*arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", ipv6_first)
+    assert address_towards("http://127.0.0.1:8000") == "127.0.0.1"
 
 
 def test_an_app_here_reaches_the_endpoint_here_only():
