@@ -84,7 +84,7 @@ def serve(
 
     Args:
         folder, device, dtype, trust_run_code: as in `load_policy`.
-        host: the address to listen on; 0.0.0.0 for all of this machine.
+        host: the address to listen on; 0.0.0.0 for all of this machine, :: with those of IPv6.
         port: 0 for any that is free.
         key: what clients must send as their API key; None for a new one.
         temperature: of requests that name none.
@@ -108,9 +108,7 @@ def serve(
     try:
         asyncio.run(_serve(endpoint, ServedPolicy(policy, sampling), key))
     except OSError as error:
-        raise ConfigError(
-            f"can't listen on {host}:{port}: {error.strerror}; try --port 0"
-        ) from error
+        raise ConfigError(f"serve: {error.strerror}; try --port 0, or another --host") from error
     finally:
         policy.close()
 

@@ -6,6 +6,7 @@ another temperature than the run's. Nothing is ignored that would change what is
 
 import json
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+#: Fields of a message that are used, and those that change nothing that is sampled.
+_MESSAGE_FIELDS = frozenset("role content name tool_calls tool_call_id reasoning_content".split())
+_MESSAGE_WITHOUT_EFFECT = frozenset("id annotations cache_control provider_specific_fields".split())
+#: Least temperature above 0. Logits that are divided by less overflow, and SGLang samples greedily
+#: below 1e-6, so that its logprobs would not be those of the temperature.
+MIN_TEMPERATURE = 1e-3
 _KNOWN = frozenset(
     "model messages tools tool_choice stop max_tokens max_completion_tokens temperature top_p "
     "logprobs stream".split()
@@ -73,6 +80,7 @@ class ChatRequest:
         messages: in the form of chat templates, images by `ImageRef.url`.
         keys: a text for each message, equal for messages that mean the same.
         images: the images by address, in order of appearance.
+        new_images: those that were not known before, by the address under which they were sent.
         tools: OpenAI's descriptions of functions.
         parses_tools: whether calls of tools in the reply are returned as such.
         prefill: text with which the reply must begin, "" for none (`tool_choice`).
@@ -87,6 +95,7 @@ class ChatRequest:
     messages: tuple[Message, ...]
     keys: tuple[str, ...]
     images: dict[str, ImageRef] = field(default_factory=dict)
+    new_images: dict[str, ImageRef] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
     parses_tools: bool = True
     prefill: str = ""
@@ -117,7 +126,7 @@ class Reply:
         text: the text after the thoughts, without the calls of tools.
         thoughts: the text of the thoughts.
         finish_reason: stop, length or tool_calls.
-        tokens: text and logprob of each sampled token.
+        tokens: text, bytes and logprob of each sampled token; None for bytes that are not known.
     """
 
     id: str
@@ -127,7 +136,7 @@ class Reply:
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
-    tokens: tuple[tuple[str, float], ...] = ()
+    tokens: tuple[tuple[str, bytes | None, float], ...] = ()
 
     @property
     def message(self) -> dict[str, Any]:
@@ -152,7 +161,7 @@ def reply_of(
     thoughts: str,
     finish_reason: str,
     usage: tuple[int, int],
-    tokens: Sequence[tuple[str, float]],
+    tokens: Sequence[tuple[str, bytes | None, float]],
     parses_tools: bool,
 ) -> Reply:
     """Return a reply, with the calls of tools in its text if `parses_tools`.
@@ -191,15 +200,13 @@ def reply_of(
 # --- requests -------------------------------------------------------------------------------------
 
 
-def parse_chat(
-    body: Any, known_images: MutableMapping[str, ImageRef], video: VideoConfig
-) -> ChatRequest:
+def parse_chat(body: Any, known_images: Mapping[str, ImageRef], video: VideoConfig) -> ChatRequest:
     """Check a chat request, and return it.
 
     Args:
         body: the decoded JSON.
         known_images: images by address: the problem's, which messages may name, and those that were
-            sent before. Those that are new are added: agents send a conversation's in every call.
+            sent before: agents send a conversation's in every call.
         video: data.video.
 
     Raises:
@@ -218,10 +225,12 @@ def parse_chat(
     if not isinstance(messages, list) or not messages:
         raise ChatError("messages: a list with at least one message is required", param="messages")
     images: dict[str, ImageRef] = {}
+    new_images: dict[str, ImageRef] = {}
+    all_images = ChainMap(new_images, dict(known_images))
     plain_messages, keys = [], []
     for number, message in enumerate(messages):
         try:
-            plain, key = _plain_message(message, known_images, images, video)
+            plain, key = _plain_message(message, all_images, images, video)
         except (ImageError, ValueError) as error:
             raise ChatError(f"messages[{number}]: {error}", param="messages") from error
         plain_messages.append(plain)
@@ -244,12 +253,13 @@ def parse_chat(
         messages=tuple(plain_messages),
         keys=tuple(keys),
         images=images,
+        new_images=new_images,
         tools=tools,
         parses_tools=parses_tools,
         prefill=prefill,
         max_tokens=min(given_limits, default=None),
         stop=_stop(body.get("stop", [])),
-        temperature=_number(body, "temperature", 0, 2),
+        temperature=_temperature(body),
         top_p=_number(body, "top_p", 0, 1),
         stream=_flag(body, "stream"),
         with_usage=isinstance(stream_options, dict) and bool(stream_options.get("include_usage")),
@@ -266,11 +276,21 @@ def _number(
     if value is None:
         return None
     kinds = int if integer else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or value < low:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value >= low:
         raise ChatError(f"{name}: {shorten(repr(value))} must be at least {low}", param=name)
-    if high is not None and value > high:
+    if high is not None and not value <= high:
         raise ChatError(f"{name}: {value} must be at most {high}", param=name)
     return value
+
+
+def _temperature(body: Mapping[str, Any]) -> float | None:
+    temperature = _number(body, "temperature", 0, 2)
+    if temperature and temperature < MIN_TEMPERATURE:
+        raise ChatError(
+            f"temperature: {temperature} must be 0, or at least {MIN_TEMPERATURE}",
+            param="temperature",
+        )
+    return temperature
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
@@ -337,6 +357,12 @@ def _plain_message(
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"{shorten(repr(message))} has no role of {', '.join(ROLES)}")
+    # Clients write null, "" or [] for what is not there.
+    given_fields = {name for name, value in message.items() if value}
+    if unknown := sorted(given_fields - _MESSAGE_FIELDS - _MESSAGE_WITHOUT_EFFECT):
+        raise ValueError(
+            f"{shorten(repr(unknown[0]))}: this field of a message is not supported; leave it out"
+        )
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
     if content is None and role == "assistant":
@@ -352,19 +378,23 @@ def _plain_message(
     else:
         raise ValueError(f"the content {shorten(repr(content))} is neither a text nor a list")
     calls = []
-    if message.get("tool_calls"):
-        calls = [_call_key(call) for call in message["tool_calls"]]
+    if tool_calls := message.get("tool_calls"):
+        if not isinstance(tool_calls, list):
+            raise ValueError(f"tool_calls: {shorten(repr(tool_calls))} is no list")
+        calls = [_call_key(call) for call in tool_calls]
         plain["tool_calls"] = [
             {"type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
             for _, name, arguments in calls
         ]
-    for name in ("tool_call_id", "reasoning_content"):
-        if isinstance(message.get(name), str):
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(name) is not None:
+            if not isinstance(message[name], str):
+                raise ValueError(f"{name}: {shorten(repr(message[name]))} is no text")
             plain[name] = message[name]
     # A reply was returned as one text, whatever parts the client makes of it.
     if role == "assistant" and isinstance(key_content, list):
         key_content = "".join(part.get("text", "") for part in key_content)
-    return plain, _key(role, key_content, calls, plain.get("tool_call_id"))
+    return plain, _key(role, key_content, calls, plain.get("tool_call_id"), plain.get("name"))
 
 
 def _plain_part(
@@ -403,24 +433,32 @@ def _call_key(call: Any) -> tuple[str, str, str]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"the tool call {shorten(repr(call))} has no function with a name")
+    arguments = function.get("arguments", "")
+    # Some clients send the object that OpenAI writes as JSON: the text is that of our replies.
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     # Its id may be missing: a tool that is called once needs none.
-    return str(call.get("id", "")), function["name"], str(function.get("arguments", ""))
+    return str(call.get("id") or ""), function["name"], arguments
 
 
 def _arguments(arguments: str) -> Any:
     """Return arguments as a mapping, which chat templates write as JSON; a text that is none."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
 def _key(
-    role: str, content: Any, calls: Sequence[Sequence[str]] = (), call_id: str | None = None
+    role: str,
+    content: Any,
+    calls: Sequence[Sequence[str]] = (),
+    call_id: str | None = None,
+    name: str | None = None,
 ) -> str:
     # JSON, so that no text can pass for the border of two fields.
-    return json.dumps([role, content, [list(call) for call in calls], call_id])
+    return json.dumps([role, content, [list(call) for call in calls], call_id, name])
 
 
 # --- replies --------------------------------------------------------------------------------------
@@ -441,11 +479,11 @@ def _usage(reply: Reply) -> dict[str, int]:
 
 def _logprobs(reply: Reply) -> dict[str, Any]:
     entries = []
-    for text, logprob in reply.tokens:
+    for text, token_bytes, logprob in reply.tokens:
         # A character may be spread over tokens: clients join the bytes, not the texts.
-        token_bytes = list(text.encode())
+        byte_values = None if token_bytes is None else list(token_bytes)
         entries.append(
-            {"token": text, "logprob": logprob, "bytes": token_bytes, "top_logprobs": []}
+            {"token": text, "logprob": logprob, "bytes": byte_values, "top_logprobs": []}
         )
     return {"content": entries, "refusal": None}
 

@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Protocol
 
 from rlinf_vl.agents.chat import (
@@ -22,6 +22,7 @@ from rlinf_vl.agents.chat import (
     parse_chat,
 )
 from rlinf_vl.config.schema.data import VideoConfig
+from rlinf_vl.envs.base import STRICT_JSON
 from rlinf_vl.types import ImageRef
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,10 @@ START_S = 30.0
 KEEP_ALIVE_S = 600
 
 
+#: The hosts that stand for all addresses of this machine.
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+
 class Session(Protocol):
     """Answers the calls of one key."""
 
@@ -49,7 +54,7 @@ class Session(Protocol):
         ...
 
     @property
-    def images(self) -> MutableMapping[str, ImageRef]:
+    def images(self) -> Mapping[str, ImageRef]:
         """The images that messages may name, and those that were sent, by address."""
         ...
 
@@ -63,7 +68,7 @@ class Endpoint:
     """The server, in the event loop that starts it.
 
     Attributes:
-        url: the address for clients, from `start` on.
+        url: the address for clients, from `bind` on.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, model: str = "policy") -> None:
@@ -77,25 +82,40 @@ class Endpoint:
         self._host, self._port, self._model = host, port, model
         self._sessions: dict[str, Session] = {}
         self._refusals: dict[str, ChatError] = {}  # by key: the first one, while the key is open
+        self._listener: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._server: Any = None
         self._starting = asyncio.Lock()
+
+    def bind(self) -> None:
+        """Listen, before anything serves: whoever starts the server learns that it can't.
+
+        Raises:
+            OSError: the port is taken, or the host is no address of this machine.
+        """
+        try:
+            self._listener = _listener(self._host, self._port)
+        except OSError as error:
+            address = f"{_in_url(self._host)}:{self._port}"
+            reason = f"can't listen on {address}: {error.strerror}"
+            raise OSError(error.errno, reason) from error
+        self.url = f"http://{_in_url(self._host)}:{self._listener.getsockname()[1]}/v1"
 
     async def start(self) -> None:
         """Begin to serve; does nothing if it serves already.
 
         Raises:
-            OSError: the port is taken.
+            OSError: as `bind`, which it calls if that was not done.
         """
         async with self._starting:
             if self._serving is not None and not self._serving.done():
                 return
             import uvicorn  # an extra of the package
 
-            listener = socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self._host, self._port))
-            self.url = f"http://{self._host}:{listener.getsockname()[1]}/v1"
+            if self._listener is None:
+                self.bind()
+            # The server closes it.
+            listener, self._listener = self._listener, None
             # No lifespan: what it serves is not its own to start and end.
             config = uvicorn.Config(
                 self.app(),
@@ -118,6 +138,8 @@ class Endpoint:
 
     def close(self) -> None:
         """End the server, as soon as its event loop runs."""
+        if self._listener is not None:
+            self._listener.close()
         if self._server is not None:
             # An agent that is still connected must not hold up the worker's end.
             self._server.should_exit = self._server.force_exit = True
@@ -157,7 +179,7 @@ class Endpoint:
         ]
         # A page in somebody's browser must not reach it under a name of its own. A server for other
         # machines does not know its names.
-        names = ["*"] if self._host in ("0.0.0.0", "::") else [self._host, "localhost"]
+        names = ["*"] if self._host in ANY_ADDRESS else [_in_url(self._host), "localhost"]
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=names)
         return Starlette(routes=routes, middleware=[hosts])
 
@@ -221,6 +243,27 @@ def _key_of(request: Any) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def _in_url(host: str) -> str:
+    """Return a host as addresses of the web write it: one of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at the first address of `host` that this machine has.
+
+    Raises:
+        OSError: there is none, or the port is taken.
+    """
+    # Both families at `::`, which stands for all addresses.
+    both = host == "::" and socket.has_dualstack_ipv6()
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, address in infos[:-1]:
+        with contextlib.suppress(OSError):
+            return socket.create_server(address, family=family, dualstack_ipv6=both)
+    family, _, _, _, address = infos[-1]
+    return socket.create_server(address, family=family, dualstack_ipv6=both)
+
+
 def _server_class() -> type:
     import uvicorn
 
@@ -237,9 +280,9 @@ def _server_class() -> type:
 def _response(body: dict[str, Any], status: int = 200) -> Any:
     from starlette.responses import Response
 
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    data = text.encode(errors="surrogatepass")
-    return Response(data, status, media_type="application/json")
+    # ASCII alone: halves of surrogate pairs, which errors may quote, have no other form.
+    text = json.dumps(body, separators=(",", ":"))
+    return Response(text, status, media_type="application/json")
 
 
 async def _body_of(request: Any) -> bytes:
@@ -256,9 +299,9 @@ async def _body_of(request: Any) -> bytes:
     return b"".join(pieces)
 
 
-def _parsed(body: bytes, images: MutableMapping[str, ImageRef], video: VideoConfig) -> ChatRequest:
+def _parsed(body: bytes, images: Mapping[str, ImageRef], video: VideoConfig) -> ChatRequest:
     try:
-        decoded = json.loads(body)
+        decoded = STRICT_JSON.decode(body.decode())
     except (ValueError, RecursionError) as error:
         raise ChatError(f"the request is no JSON: {error}") from error
     return parse_chat(decoded, images, video)
@@ -267,5 +310,6 @@ def _parsed(body: bytes, images: MutableMapping[str, ImageRef], video: VideoConf
 async def _events(chat: ChatRequest, reply: Reply) -> AsyncIterator[str]:
     """Yield the server-sent events of a reply."""
     for chunk in chunks_json(chat, reply):
-        yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+        # ASCII alone: clients take U+2028 and others for the end of a line, and with it of the data.
+        yield f"data: {json.dumps(chunk)}\n\n"
     yield "data: [DONE]\n\n"

@@ -154,7 +154,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a run's folder, a checkpoint, a model's folder, a name on the hub, or a toy's",
     )
     argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for other machines, too"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 or :: for other machines, too",
     )
     argument("--port", type=int, default=8000, help="port to listen on; 0 for any free one")
     argument("--key", help="the API key that clients must send; a new one unless named")

@@ -17,6 +17,7 @@ Invariants:
 import asyncio
 import hashlib
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +60,11 @@ class AgentCall:
     children: int = 0
     prefill: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     reserved: int = 0
+
+    def forget_messages(self) -> None:
+        """Let go of the messages and images of a call that was refused."""
+        self.observation = Observation((), ())
+        self.state.request = self.state.completion = None
 
     @property
     def depth(self) -> int:
@@ -204,6 +210,11 @@ class AgentSession:
             await self._sample(call, chat)
             reply = await asyncio.to_thread(self._reply, call, chat)
             self._record(call, reply, digests)
+            # Only now: an agent that is refused again and again would fill the memory.
+            self.images |= chat.new_images
+        except BaseException:
+            call.forget_messages()
+            raise
         finally:
             # Not before the answer is recorded: its tokens would count nowhere meanwhile.
             self._running.discard(call)
@@ -279,13 +290,28 @@ class AgentSession:
             images = last_request.images + observation.images
             ids, grids = renderer.follow(call.parent.sequence.ids, path[0].observation, turns)
         if chat.prefill:
-            call.prefill = renderer.encode(chat.prefill)
+            call.prefill = self._prefill(chat.prefill)
             ids = np.concatenate([ids, call.prefill])
         seed = self.state.seed
         if call.stream != "0":
             seed = random_stream(seed, call.stream)
         sessions = (call.state.session,) if call.state.session else ()
         return Request(ids, images, grids, self._sampling_of(chat), (seed,), sessions)
+
+    def _prefill(self, text: str) -> np.ndarray:
+        """Return the ids with which a reply must begin. Raises ChatError: it can't begin so."""
+        renderer = self._client.renderer
+        prefill = renderer.encode(text)
+        if not renderer.begins_with_thoughts:
+            return prefill
+        if self._client.budget is not None:
+            raise ChatError(
+                "tool_choice: no function can be required here, as the chat template begins each "
+                "reply with thoughts, and rollout.thinking.budget limits them; use auto",
+                param="tool_choice",
+            )
+        # A call within thoughts would be no call.
+        return np.concatenate([renderer.closing, prefill])
 
     def _sampling_of(self, chat: ChatRequest) -> SamplingParams:
         """Return the sampling settings of a call. Raises ChatError: it may not choose them."""
@@ -357,17 +383,21 @@ class AgentSession:
             finish_reason = "stop"
             _cut_answer(call, chat.stop, decode_ids)
         thoughts = renderer.thoughts(call.answer)
+        # Of the reply as it was cut, and with the marks that it had to begin with.
+        sampled_thought = max(0, thoughts.tokens - len(call.prefill))
+        state.turns[-1] = replace(state.turns[-1], thought=sampled_thought)
         reply_text = thoughts.reply
         if ends:
             stop_starts = [reply_text.index(stop) for stop in chat.stop if stop in reply_text]
             reply_text = reply_text[: min(stop_starts, default=len(reply_text))]
-        tokens: list[tuple[str, float]] = []
+        tokens: list[tuple[str, bytes | None, float]] = []
         sequence, turn = call.sequence, state.turns[-1]
         if chat.logprobs and sequence.logprobs is not None:
-            answer_ids = sequence.ids[turn.start : turn.end]
+            answer_ids = sequence.ids[turn.start : turn.end].tolist()
             logprobs = sequence.logprobs[turn.start : turn.end].tolist()
-            texts = [renderer.token_text(token_id) for token_id in answer_ids.tolist()]
-            tokens = list(zip(texts, logprobs, strict=True))
+            for token_id, logprob in zip(answer_ids, logprobs, strict=True):
+                text = renderer.token_text(token_id)
+                tokens.append((text, renderer.token_bytes(token_id), logprob))
         return reply_of(
             f"chatcmpl-{secrets.token_hex(12)}",
             reply_text,
@@ -406,12 +436,14 @@ def _cut_answer(
     Exact: whether an answer ends there depends on the tokens up to there alone.
     """
     sequence, turn = call.sequence, call.state.turns[-1]
-    end = turn.start + 1
-    while end < turn.end:
+
+    def is_complete(end: int) -> bool:
         text = decode_ids(np.concatenate([call.prefill, sequence.ids[turn.start : end]]))
-        if any(stop in text for stop in stops):
-            break
-        end += 1
+        return any(stop in text for stop in stops)
+
+    # By bisection: a text that was written stays in every longer beginning of the answer.
+    ends = range(turn.start + 1, turn.end)
+    end = turn.start + 1 + bisect_left(ends, True, key=is_complete)
     arrays = {name: array[:end] for name, array in sequence.arrays().items()}
     columns = {name: arrays.pop(name) for name in sequence.columns}
     cut = TokenSequence(

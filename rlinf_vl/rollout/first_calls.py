@@ -75,7 +75,9 @@ class FirstCalls:
             self._timer.cancel()
         # From now on a first call is submitted at once.
         self._is_gathering = False
-        waiting = sorted(self._waiting, key=lambda entry: entry[0])
+        # Without those whose agent has ended meanwhile.
+        waiting = [entry for entry in self._waiting if not entry[2].done()]
+        waiting.sort(key=lambda entry: entry[0])
         self._waiting = []
         shared: list[list[tuple[RolloutState, asyncio.Future[None]]]] = []
         for _, state, submitted in waiting:

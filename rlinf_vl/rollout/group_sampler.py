@@ -483,7 +483,7 @@ def _agent_player(
     limits = AgentLimits(
         max_calls, config.runner.seq_length, agent.allow_sampling, video=config.data.video
     )
-    return AgentPlayer(
+    player = AgentPlayer(
         client,
         settings,
         driver,
@@ -493,3 +493,6 @@ def _agent_player(
         score_answers=scorer,
         first_report=first_report,
     )
+    # Now: a server that can't listen is no fault of the first rows.
+    player.endpoint.bind()
+    return player

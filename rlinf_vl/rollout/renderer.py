@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rlinf_vl.config.chat_template import unnamed_variables
 from rlinf_vl.data.clips import is_clip
@@ -32,6 +33,8 @@ from rlinf_vl.types import ImageRef, Message
 THINK, END_THINK = "<think>", "</think>"
 #: Capacity of the cache of rendered prompts, in bytes.
 RENDERED_BYTES = 2**26
+#: The bytes for which the characters of byte-level vocabularies stand.
+_BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 #: A minimal conversation, to try out the template.
 _QUESTION: list[Message] = [{"role": "user", "content": "a"}]
 
@@ -82,10 +85,10 @@ class Renderer:
             with_thinking = self._render(_QUESTION, enable_thinking=True)
             is_ignored = with_thinking == self._render(_QUESTION, enable_thinking=False)
             # A template that always opens a thought needs no option for "on".
-            if is_ignored and not (thinking == "on" and self._begins_with_thoughts):
+            if is_ignored and not (thinking == "on" and self.begins_with_thoughts):
                 always = (
                     ", and has every answer begin with thoughts"
-                    if self._begins_with_thoughts
+                    if self.begins_with_thoughts
                     else ""
                 )
                 raise ConfigError(
@@ -268,7 +271,7 @@ class Renderer:
         if begin is not None and (end is None or begin[0] >= end[1]):
             return Thoughts(len(answer), begin[0], "")
         if end is None:
-            opened = self._begins_with_thoughts
+            opened = self.begins_with_thoughts
             return (
                 Thoughts(len(answer), 0, "")
                 if opened
@@ -288,6 +291,19 @@ class Renderer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special ones included."""
         return self._text(np.array([token_id]))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of one token, which may be parts of a character; None: not known."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        # The two forms of vocabularies: a byte as <0xE2>, or each byte as a character.
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            return bytes.fromhex(byte[1])
+        if all(character in _BYTE_OF_CHARACTER for character in token):
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        return None
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text that the policy is made to begin with, int32 [n]."""
@@ -347,7 +363,7 @@ class Renderer:
         text = self.processor.decode(ids)
         thoughts, end_mark, tail = text.rpartition(END_THINK)
         if not end_mark:
-            is_cut = self._begins_with_thoughts or text.lstrip().startswith(THINK)
+            is_cut = self.begins_with_thoughts or text.lstrip().startswith(THINK)
             return (f"{text}\n{END_THINK}\n\n", []) if is_cut else ("", ids.tolist())
         reply = tail.lstrip()
         # The first token whose text lies within the reply.
@@ -361,7 +377,7 @@ class Renderer:
         return thoughts_text, [*self._encoder.encode(split_text, ""), *ids[first:].tolist()]
 
     @cached_property
-    def _begins_with_thoughts(self) -> bool:
+    def begins_with_thoughts(self) -> bool:
         """Whether the generation prompt ends with `<think>`."""
         return self._render(_QUESTION).rstrip().endswith(THINK)
 

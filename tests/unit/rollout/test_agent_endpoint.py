@@ -22,6 +22,7 @@ from rlinf_vl.agents import chat
 from rlinf_vl.agents import endpoint as room
 from rlinf_vl.agents.contract import data_uri
 from rlinf_vl.agents.endpoint import Endpoint
+from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
@@ -63,8 +64,18 @@ def tool_processor(toy_folder):
     return processor
 
 
+@pytest.fixture(scope="module")
+def thinking_processor(toy_folder, tool_processor):
+    """As above, with a template that opens a thought in each reply."""
+    processor = Processor(toy_folder, family_of("qwen3_vl"))
+    processor.tokenizer.chat_template = tool_processor.tokenizer.chat_template + "<think>\n"
+    return processor
+
+
 class Served:
     """An endpoint with one session, whose engine answers what is written down."""
+
+    host = "127.0.0.1"
 
     def __init__(self, processor, *answers, max_calls=50, allow_sampling=False):
         self.engine = Scripted(processor, answers or ["18"])
@@ -79,7 +90,7 @@ class Served:
 
     @asynccontextmanager
     async def __call__(self):
-        self.endpoint = Endpoint()
+        self.endpoint = Endpoint(self.host)
         await self.endpoint.start()
         self.opened = self.session()
         self.key = self.endpoint.open(self.opened)
@@ -141,6 +152,32 @@ def test_a_stream_has_the_same_reply_in_pieces(processor):
     assert chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage.total_tokens > 0
 
 
+def test_a_stream_has_no_line_ends_but_its_own(processor):
+    async def talk(client):
+        body = {"model": "m", "messages": [user("What")], "stream": True}
+        headers = {"authorization": f"Bearer {served.key}"}
+        url = f"{served.endpoint.url}/chat/completions"
+        async with (
+            httpx.AsyncClient(timeout=20) as http,
+            http.stream("POST", url, json=body, headers=headers) as response,
+        ):
+            return [line async for line in response.aiter_lines() if line]
+
+    served = Served(processor, "x\u2028y\x85z")
+    *lines, _ = [line.removeprefix("data: ") for line in run(served, talk)]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("content", "") for delta in deltas) == "x\u2028y\x85z"
+
+
+def test_logprobs_have_the_bytes_of_parts_of_characters(processor):
+    served = Served(processor, "x 日é")
+    completion = run(served, lambda client: ask(client, [user("What")], logprobs=True))
+    entries = completion.choices[0].logprobs.content
+    assert any("\ufffd" in entry.token for entry in entries)
+    data = bytes(value for entry in entries[:-1] for value in entry.bytes)
+    assert data.decode() == "x 日é"
+
+
 def test_calls_of_tools_go_there_and_back_without_a_token_encoded_again(tool_processor):
     async def talk(client):
         messages = [user("What")]
@@ -185,6 +222,22 @@ def test_a_tool_may_be_required(tool_processor):
         assert "<tool_call>" in begin[-70:] and not sequence.loss_mask[: turn.start].any()
 
 
+def test_a_required_tool_is_called_behind_an_open_thought(thinking_processor):
+    rest = '{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+    served = Served(thinking_processor, rest, "so</think>18")
+
+    async def talk(client):
+        options = {"tools": TOOLS, "tool_choice": "required"}
+        return await ask(client, [user("What")], **options), await ask(client, [user("x")])
+
+    first, second = run(served, talk)
+    (call,) = first.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 3}
+    assert second.choices[0].message.content == "18"
+    thoughts = [turn.thought for turn in served.opened.state.turns]
+    assert thoughts[0] == 0 < thoughts[1]
+
+
 def test_tools_that_the_template_does_not_show_are_refused(toy_folder):
     processor = Processor(toy_folder, family_of("qwen3_vl"))
     template = processor.tokenizer.chat_template
@@ -221,6 +274,42 @@ def test_an_answer_ends_at_a_stop_text_and_only_its_tokens_are_kept(processor):
     text = processor.tokenizer.decode(state.sequences[0].ids[turn.start : turn.end])
     assert " = " in text and "and" not in text
     assert len(state.sequences) == 1  # the second call continues exactly that
+
+
+def test_a_stop_text_within_thoughts_ends_them(thinking_processor):
+    served = Served(thinking_processor, "x = 3</think>18")
+    run(served, lambda client: ask(client, [user("What")], stop=" = "))
+    (turn,) = served.opened.state.turns
+    assert turn.thought == turn.end - turn.start < 6
+
+
+def test_a_stop_text_is_found_without_reading_each_beginning(processor, monkeypatch):
+    lengths = []
+    decode = processor.decode
+
+    def counted(ids):
+        lengths.append(len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(processor, "decode", counted)
+    served = Served(processor, "x 3\n" * 300 + "What = 18")
+    completion = run(served, lambda client: ask(client, [user("x")], stop=" = "))
+    assert completion.choices[0].message.content.endswith("What")
+    assert max(lengths) > 900 and sum(lengths) < 30 * max(lengths)
+
+
+def test_calls_that_are_refused_keep_no_images(processor):
+    async def talk(client):
+        for number in range(2):
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                await ask(client, [user("x", encoded(picture(48, 32, number)))], temperature=0.3)
+        await ask(client, [user("x", encoded(picture(48, 32, 5)))])
+
+    served = Served(processor)
+    run(served, talk)
+    session = served.opened
+    assert len(session.images) == 1 + 1  # the problem's, and that of the call that was answered
+    assert [len(call.observation.images) for call in session._calls] == [0, 0, 1]
 
 
 def test_a_branch_shares_what_it_shares(processor):
@@ -371,6 +460,51 @@ def test_what_can_not_be_done_exactly_is_refused_with_openais_error(processor, o
     assert len(served.opened.state.turns) == 1
 
 
+def body_of(*messages, **options):
+    return json.dumps({"messages": [*messages, user("x")]} | options)
+
+
+ASSISTANT = {"role": "assistant", "content": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (body_of(temperature=float("nan")), "NaN is no JSON"),
+        (body_of(top_p=0.5).replace("0.5", "1e999"), "1e999 is too large a number"),
+        (body_of(temperature=1e-30), "temperature: 1e-30 must be 0, or at least 0.001"),
+        (body_of(ASSISTANT | {"function_call": {"name": "add"}}), "'function_call': this field"),
+        (body_of(ASSISTANT | {"refusal": "No."}), "'refusal': this field"),
+        (body_of(ASSISTANT | {"audio": {"id": "a"}}), "'audio': this field"),
+        (body_of(ASSISTANT | {"tool_calls": 3}), "tool_calls: 3 is no list"),
+        (body_of(ASSISTANT | {"reasoning_content": ["so"]}), "reasoning_content: .* is no text"),
+    ],
+)
+def test_requests_are_refused_and_no_field_is_dropped(body, reason):
+    with pytest.raises(chat.ChatError, match=reason):
+        room._parsed(body.encode(), {}, VideoConfig())
+
+
+def test_arguments_mean_the_same_as_an_object_and_as_a_text():
+    requests = []
+    for arguments in ({"a": 3, "é": None}, '{"a": 3, "é": null}'):
+        call = {"id": "c", "function": {"name": "add", "arguments": arguments}}
+        # What is empty is not there.
+        message = ASSISTANT | {"tool_calls": [call], "refusal": None, "audio": {}}
+        requests.append(room._parsed(body_of(message).encode(), {}, VideoConfig()))
+    first, second = requests
+    assert first.keys == second.keys and first.messages == second.messages
+    function = first.messages[0]["tool_calls"][0]["function"]
+    assert function["arguments"] == {"a": 3, "é": None}
+
+
+def test_arguments_that_can_not_be_read_are_a_text():
+    deep = "[" * 100_000
+    call = {"id": None, "function": {"name": "add", "arguments": deep}}
+    parsed = room._parsed(body_of(ASSISTANT | {"tool_calls": [call]}).encode(), {}, VideoConfig())
+    assert parsed.messages[0]["tool_calls"][0]["function"]["arguments"] == deep
+
+
 def test_a_run_may_let_agents_choose_their_sampling(processor):
     served = Served(processor, "18", allow_sampling=True)
     run(served, lambda client: ask(client, [user("What")], temperature=0.3, max_tokens=9))
@@ -471,6 +605,31 @@ def test_it_listens_on_this_machine_only(processor):
     served = Served(processor, "18")
     run(served, talk)
     assert served.endpoint.url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_it_listens_at_addresses_of_ipv6(processor, host):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+    async def talk(client):
+        return await ask(client, [user("What")])
+
+    served = Served(processor, "18")
+    served.host = host
+    assert run(served, talk).choices[0].message.content == "18"
+    assert served.endpoint.url.startswith(f"http://[{host}]:")
+
+
+def test_a_server_that_can_not_listen_says_so_at_its_start():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"can't listen on 127.0.0.1:{port}: Address already"):
+            Endpoint(port=port).bind()
+    with pytest.raises(OSError, match="can't listen on 192.0.2.7:0: Cannot assign"):
+        Endpoint("192.0.2.7").bind()
 
 
 def test_an_idle_connection_stays_open(processor):
