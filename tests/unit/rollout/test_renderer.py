@@ -134,7 +134,7 @@ def test_keys_and_fields_of_calls_and_tools_are_text(processor, monkeypatch):
     tools = [{"type": hostile, "function": {"name": "f", "parameters": {hostile: {}}}}]
     ids, _ = Renderer(processor).prompt(messages, [], tools)
     (start,) = ids_of(processor, "<|im_start|>")
-    assert (ids == start).sum() == 4
+    assert (ids == start).sum() == 5  # system, three messages, and the assistant's turn
     # NFC and JSON leave the text as it is.
     assert processor.tokenizer.decode(ids).count(hostile.replace("\n", "\\n")) == 6
 
