@@ -11,12 +11,13 @@ from typing import Any
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.protocols import StepProgress
 from rlinf_vl.controller.recorder import Recorder, Writer
-from rlinf_vl.observe.alarms import Alarms
+from rlinf_vl.observe.alarms import OVER, REPLAYED, Alarms
 from rlinf_vl.observe.lines import EventLog, StepLines
 from rlinf_vl.observe.replay_file import replay_path
 from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
 from rlinf_vl.runtime.files import read_lines
+from rlinf_vl.runtime.run_folder import read_prior
 from rlinf_vl.types import GroupSummary, Reference
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,9 @@ class RunLog:
         # A policy that learns from a teacher alone may tie in every group: that is no alarm.
         learns_from_rewards = not distillation.labels_by_path or distillation.reward_weight > 0
         groups = self._config.data.rollout_batch_size if learns_from_rewards else None
-        self._alarms = Alarms(groups, read_lines(self._run_dir / "metrics.jsonl")[0])
+        self._alarms = Alarms(
+            groups, read_lines(self._run_dir / "metrics.jsonl")[0], read_prior(self._run_dir)
+        )
         if metrics and self.last_step != step:
             self._trackers.log(step, metrics)
         self.progress.begin(total_steps, step)
@@ -140,8 +143,10 @@ class RunLog:
         reason = ""
         if step:
             for kind, message in self._alarms.check(metrics):
-                self.event(kind, message)
-                reason = reason or f"an alarm began, {kind.replace('_', ' ')}: {message}"
+                is_over = kind.endswith(OVER)
+                self.event(kind, message, logging.INFO if is_over else logging.WARNING)
+                if kind in REPLAYED and not reason:
+                    reason = f"an alarm began, {kind.replace('_', ' ')}: {message}"
             self.progress.update(step, metrics, self._alarms.active)
         return self._end_recording(step, reason)
 

@@ -3,7 +3,8 @@
 Most alarms compare means over `WINDOW` steps with the run's first ones, so they are silent in the
 first 2 × `WINDOW` steps. Those of a run that can't learn anything (all groups tie, all answers are
 cut, none is rewarded) are judged from step 1 on. An alarm is reported when it begins, and again
-only after it was over for more than `WINDOW` steps.
+only after it was over for more than `WINDOW` steps. When it is over for as long, that is reported,
+with the steps in which it held.
 """
 
 from collections import deque
@@ -34,16 +35,18 @@ FLAT_KL, FLAT_GROWTH = 0.05, 2.0
 TIED = 0.9
 #: Mean |rollout - train logprob| in nats, and its growth since the first steps.
 MISMATCH, MISMATCH_GROWTH = 0.05, 3.0
-#: The split of a gain in validation by two controls: what is seen, its standard error, what is
-#: guessed, its standard error.
+#: The split of a gain in validation by two controls: the accuracy under the control, what is seen,
+#: its standard error, what is guessed, its standard error.
 SPLITS = {
     "a blank": (
+        "val/accuracy_blank",
         "val/gain_seen",
         "val/gain_seen_stderr",
         "val/gain_guessed",
         "val/gain_guessed_stderr",
     ),
     "another question's": (
+        "val/accuracy_swapped",
         "val/gain_seen_swapped",
         "val/gain_seen_swapped_stderr",
         "val/gain_guessed_swapped",
@@ -52,13 +55,20 @@ SPLITS = {
 }
 #: Standard errors from which a gain in validation counts as one.
 SURE_ERRORS = 2.0
+#: Ends the kind of the event that says that an alarm is over.
+OVER = "_over"
 
 
 @dataclass
 class History:
-    """The metrics of the run's first steps and of its newest ones."""
+    """The metrics of the run's first steps and of its newest ones.
+
+    Attributes:
+        prior: the accuracy in validation of the one answer that is right most often.
+    """
 
     groups: int | None
+    prior: float = 0.0
     first_rows: list[Mapping[str, float]] = field(default_factory=list)
     rows: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=FLAT))
 
@@ -183,12 +193,16 @@ def _reward_free(h: History) -> str | None:
 def _not_seen(h: History) -> str | None:
     if not h.rewarded:
         return None
-    for control, names in SPLITS.items():
+    for control, (accuracy_name, *names) in SPLITS.items():
         validated = [row for row in h.rows if row.get(names[-1]) is not None]
         if not validated:
             continue
         newest = validated[-1]
         seen_gain, seen_error, guessed_gain, guessed_error = (newest[name] for name in names)
+        accuracy = newest.get(accuracy_name, 1.0)
+        # Every policy first learns which answers are frequent, and no question gives that away.
+        if accuracy <= h.prior + SURE_ERRORS * guessed_error:
+            continue
         # Where both rise, the one may be sure a validation before the other: what may be seen must
         # be less than what is guessed. A small validation shows neither, so silence proves nothing.
         is_guessed = guessed_gain > SURE_ERRORS * guessed_error
@@ -199,8 +213,17 @@ def _not_seen(h: History) -> str | None:
                 f"{h.last('reward/mean'):.2f}, and at the validation of step {newest['step']:.0f} "
                 f"the gain with {control} image is {guessed_gain:+.3f} ± {guessed_error:.3f}, and "
                 f"what needs the right one {seen_gain:+.3f} ± {seen_error:.3f}"
+                + _prior_text(accuracy, h.prior)
             )
     return None
+
+
+def _prior_text(accuracy: float, prior: float) -> str:
+    if not prior:
+        return ""
+    return (
+        f"; {accuracy:.2f} are right without it, and one answer to all questions gets {prior:.2f}"
+    )
 
 
 def _groups_tied(h: History) -> str | None:
@@ -257,12 +280,13 @@ def _mismatch(h: History) -> str | None:
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """One alarm: `judge` returns a sentence that names the fault, or None; those `from_start` are
-    judged from step 1 on."""
+    judged from step 1 on, and a replay of the step can explain those with `replays`."""
 
     kind: str
     judge: Callable[[History], str | None]
     advice: str
     from_start: bool = False
+    replays: bool = False
 
 
 #: All alarms, in the order in which a step's new ones are reported.
@@ -308,6 +332,7 @@ ALARMS: tuple[Alarm, ...] = (
         _kl_blow_up,
         "from a checkpoint before it, a lower actor.optim.lr, fewer algorithm.n_minibatches, or a "
         "higher algorithm.kl_beta",
+        replays=True,
     ),
     Alarm(
         "length_collapse",
@@ -341,30 +366,41 @@ ALARMS: tuple[Alarm, ...] = (
         _mismatch,
         "see docs/tis.md: lower actor.optim.lr, take the engine and the trainer to one precision, "
         "or record experts (actor.routing_replay) in a mixture",
+        replays=True,
     ),
 )
+#: The alarms that a replay of their step can explain: that engine and trainer part, or an update
+#: that went too far.
+REPLAYED = frozenset(alarm.kind for alarm in ALARMS if alarm.replays)
 
 
 class Alarms:
     """The alarms of one run, which expects each training step, in order."""
 
-    def __init__(self, groups: int | None, past: Iterable[Mapping[str, float]] = ()) -> None:
+    def __init__(
+        self,
+        groups: int | None,
+        past: Iterable[Mapping[str, float]] = (),
+        prior: float = 0.0,
+    ) -> None:
         """Judge the steps before a resume, whose alarms were reported then.
 
         Args:
             groups: per step; None: the policy does not learn from their rewards.
             past: the metrics of the steps before.
+            prior: the accuracy in validation of the one answer that is right most often.
         """
         self.active: dict[str, str] = {}
-        self._history = History(groups)
+        self._history = History(groups, prior)
         self._step = 0  # steps judged so far
-        self._last_active: dict[str, int] = {}  # by kind: the last step in which the alarm held
+        #: By kind: the steps, first and last, between which an alarm that was reported held.
+        self._spans: dict[str, tuple[int, int]] = {}
         for metrics in past:
             self.check(metrics)
 
     def check(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Return the alarms that begin with this step: (kind, the fault and the advice). `active`
-        has all that hold, by kind."""
+        """Return the alarms that begin with this step: (kind, the fault and the advice); and those
+        that are over: (kind and `OVER`, the steps). `active` has all that hold, by kind."""
         if "reward/mean" not in metrics:
             return []
         self._step += 1
@@ -372,12 +408,19 @@ class Alarms:
         judged = [alarm for alarm in ALARMS if alarm.from_start or self._history.compares]
         verdicts = {alarm.kind: alarm.judge(self._history) for alarm in judged}
         self.active = {kind: verdict for kind, verdict in verdicts.items() if verdict is not None}
-        # An alarm that holds on and off around its bound is one alarm: it is new only after a
-        # pause.
-        new = [
-            a
-            for a in ALARMS
-            if a.kind in self.active and self._step - self._last_active.get(a.kind, -FLAT) > WINDOW
-        ]
-        self._last_active |= dict.fromkeys(self.active, self._step)
-        return [(alarm.kind, f"{self.active[alarm.kind]}. Try: {alarm.advice}") for alarm in new]
+        # An alarm that holds on and off around its bound is one alarm: it is over, and may be new,
+        # only after a pause.
+        events = []
+        for kind, (first, last) in list(self._spans.items()):
+            if self._step - last > WINDOW:
+                del self._spans[kind]
+                steps = f"step {first}" if first == last else f"steps {first} to {last}"
+                events.append((kind + OVER, f"the alarm is over: it held in {steps}"))
+        for alarm in ALARMS:
+            if (fault := self.active.get(alarm.kind)) is None:
+                continue
+            if alarm.kind not in self._spans:
+                events.append((alarm.kind, f"{fault}. Try: {alarm.advice}"))
+            first, _ = self._spans.get(alarm.kind, (self._step, self._step))
+            self._spans[alarm.kind] = first, self._step
+        return events

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rlinf_vl.observe.alarms import ALARMS
+from rlinf_vl.observe.alarms import ALARMS, OVER
 from rlinf_vl.observe.evaluation import render
 from rlinf_vl.observe.replay_file import FOLDER, SUFFIX
 from rlinf_vl.observe.spans import read_spans
@@ -87,10 +87,17 @@ class RunFiles:
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
-        """Return the newest event of each kind of alarm."""
+        """Return the newest event of each kind of alarm; `over` says when it was over, "" that it
+        holds."""
         # `events` is newest first; reversed, the newest event of a kind replaces the older ones
         newest = {event.get("kind"): event for event in reversed(self.events)}
-        return [newest[alarm.kind] for alarm in ALARMS if alarm.kind in newest]
+        alarms = []
+        for alarm in ALARMS:
+            if event := newest.get(alarm.kind):
+                end = newest.get(alarm.kind + OVER, {})
+                is_over = (end.get("step") or -1) > (event.get("step") or -1)
+                alarms.append(event | {"over": end.get("message", "") if is_over else ""})
+        return alarms
 
     @property
     def replays(self) -> list[Path]:

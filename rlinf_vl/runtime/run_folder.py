@@ -216,6 +216,15 @@ def write_baselines(run_dir: Path, answers: Counter[str]) -> None:
         (run_dir / "baselines.json").write_text(json.dumps(baselines, indent=1) + "\n")
 
 
+def read_prior(run_dir: Path) -> float:
+    """Return the accuracy in `baselines.json`; 0 if there is none."""
+    try:
+        baselines = json.loads((run_dir / "baselines.json").read_bytes())
+        return max(map(float, baselines.values()), default=0.0)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0.0
+
+
 def _set_newer_aside(run_dir: Path, home: Folder, step: int) -> Path | None:
     """Set aside the newer part of a run that returns to the checkpoint of `step`.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.observe.alarms import ALARMS, WINDOW, Alarms
+from rlinf_vl.observe.alarms import ALARMS, OVER, REPLAYED, WINDOW, Alarms
 from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.observe.progress import RunProgress
 
@@ -20,9 +20,10 @@ STILL = {
 }  # fmt: skip
 
 
-def told(rows, groups=GROUPS):
-    alarms = Alarms(groups)
-    return [(step, kind) for step, row in enumerate(rows, 1) for kind, _ in alarms.check(row)]
+def told(rows, groups=GROUPS, prior=0.0):
+    alarms = Alarms(groups, prior=prior)
+    events = [(step, kind) for step, row in enumerate(rows, 1) for kind, _ in alarms.check(row)]
+    return [(step, kind) for step, kind in events if not kind.endswith(OVER)]
 
 
 def ending(steps=60, **last):
@@ -227,7 +228,21 @@ def test_the_line_and_the_event_say_it(tmp_path: Path, caplog: pytest.LogCapture
     )
 
 
-def validated(seen, guessed, error=0.03, reward=0.8, control=""):
+def test_the_end_of_an_alarm_is_told_with_the_steps_in_which_it_held():
+    alarms = Alarms(GROUPS)
+    rows = [*ending(steps=45, **{"reward/zero_std_groups": 16}), *[STILL] * 20]
+    events = [(n, *event) for n, row in enumerate(rows, 1) for event in alarms.check(row)]
+    ((begin, kind, _), (end, end_kind, message)) = events
+    assert (kind, end_kind) == ("groups_tied", "groups_tied" + OVER) and not alarms.active
+    last = end - WINDOW - 1
+    assert message == f"the alarm is over: it held in steps {begin} to {last}" and last < 50
+
+
+def test_a_replay_is_written_only_for_alarms_that_it_can_explain():
+    assert sorted(REPLAYED) == ["kl_blow_up", "mismatch_rising"]
+
+
+def validated(seen, guessed, error=0.03, reward=0.8, control="", blank=None):
     """A run whose reward rises, with a validation every fifth step."""
     seen_name, guessed_name = f"val/gain_seen{control}", f"val/gain_guessed{control}"
     rows = ending(**{"reward/mean": reward})
@@ -236,6 +251,7 @@ def validated(seen, guessed, error=0.03, reward=0.8, control=""):
             share = min(1.0, max(0.0, (step - 20) / 20))
             row |= {seen_name: share * seen, guessed_name: share * guessed}
             row |= {f"{seen_name}_stderr": error, f"{guessed_name}_stderr": error}
+            row |= {} if blank is None else {f"val/accuracy{control or '_blank'}": blank}
     return rows
 
 
@@ -245,6 +261,16 @@ def test_a_reward_that_rises_by_guessing_is_told():
     assert len(found) == 1
     assert "validation of step 25 the gain with a blank image is +0.100 ± 0.030" in found[0]
     assert "needs the right one +0.003 ± 0.030" in found[0]
+
+
+def test_the_answers_prior_is_no_guessing():
+    """A policy that learned to give the most frequent answer, right in 30 %, and one that guesses."""
+    assert told(validated(0.01, 0.28, blank=0.32), prior=0.3) == []
+    alarms = Alarms(GROUPS, prior=0.3)
+    rows = validated(0.01, 0.4, blank=0.6)
+    ((kind, message),) = [event for row in rows for event in alarms.check(row)]
+    assert kind == "not_seen"
+    assert "0.60 are right without it, and one answer to all questions gets 0.30" in message
 
 
 def test_swapped_images_tell_of_guessing_that_blank_ones_hide():
