@@ -1,6 +1,7 @@
 """Run users' agents: a function in a thread, or a command in a process of its own."""
 
 import asyncio
+import importlib
 import inspect
 import json
 import math
@@ -91,6 +92,8 @@ class FunctionDriver:
         """`name` is `module:function` or `path/to/file.py:function`; `files` are
         `runner.code_files`."""
         self._function = load_code(name, {}, files, kind="agent", signature=AGENT_CALL)
+        # Here, where no agent's time limit runs: this import takes seconds.
+        importlib.import_module("openai.resources.chat")
         self._executor = executor
         self.timeout_s = executor.timeout_s
         self._http_clients = HttpClients(self.timeout_s)

@@ -57,6 +57,12 @@ def test_an_agent_that_plays_an_environment_samples_what_the_player_samples(toy)
     assert sum(len(t.turns) for g in found for t in g.trajectories) > 8
 
 
+def test_the_clients_library_is_imported_before_an_agents_time_begins(toy, monkeypatch):
+    monkeypatch.delitem(sys.modules, "openai.resources.chat", raising=False)
+    agent_player(toy, "talk").close()
+    assert "openai.resources.chat" in sys.modules
+
+
 def test_a_digest_of_pixels_keeps_no_image():
     image = to_image_ref(Image.new("RGB", (40, 30), (1, 2, 3)), root=None)
     holders = sys.getrefcount(image)
