@@ -50,6 +50,30 @@ REASONS = {
 }
 
 
+#: The run's engine and trainer agree, and differ from the replay by this factor more.
+OTHER_WEIGHTS_FACTOR = 10.0
+OTHER_WEIGHTS = (
+    "tested: the run's engine and trainer agree within {gap:.3g}, and both differ from this replay, "
+    "so neither is at fault: the replay has other weights than the run. A replay without the run's "
+    "weights trains from the newest checkpoint before the step, on one rank and a CPU; record a "
+    "step right behind a checkpoint, or set runner.save_interval lower"
+)
+
+
+def has_other_weights(outcome: Outcome) -> bool:
+    """Return whether the run's engine and trainer agree with each other and not with the replay."""
+    first = outcome.first
+    if first is None or first.quantity.stage_name not in ("rollout logprobs", "old logprobs"):
+        return False
+    differences = {
+        agreement.quantity.stage_name: agreement.difference
+        for agreement in outcome.agreements
+        if agreement.sides[0] == RUN and not agreement.agrees
+    }
+    logprobs = [differences.get(name, 0.0) for name in ("rollout logprobs", "old logprobs")]
+    return outcome.run_gap is not None and OTHER_WEIGHTS_FACTOR * outcome.run_gap < min(logprobs)
+
+
 def reasons_for(agreement: Agreement, outcome: Outcome, config: Config) -> list[str]:
     """Return the likely reasons of the first difference, those that were tested first."""
     quantity = agreement.quantity
@@ -60,6 +84,9 @@ def reasons_for(agreement: Agreement, outcome: Outcome, config: Config) -> list[
         tested = _tested_heads(agreement, outcome, config)
     if quantity.stage_name == "advantages":
         tested = _tested_advantages(agreement)
+    if not tested and has_other_weights(outcome):
+        # The usual reasons accuse the run's engine or trainer.
+        return [OTHER_WEIGHTS.format(gap=outcome.run_gap)]
     return [*tested, *([usual] if usual else [])]
 
 

@@ -39,12 +39,15 @@ class Outcome:
         left_out: settings whose formulas the plain update lacks.
         failures: implementations that raised an error, with its message.
         traces: of each implementation, for whoever looks further.
+        run_gap: the largest difference between the logprobs of the run's own engine and trainer;
+            None where they were not both recorded.
     """
 
     agreements: list[Agreement] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     traces: dict[str, Trace] = field(default_factory=dict)
+    run_gap: float | None = None
 
     @property
     def first(self) -> Agreement | None:
@@ -136,6 +139,7 @@ class Replay:
             PLAIN: plain[TRAINER],
             RUN: run_trace,
         }
+        outcome.run_gap = run_gap(step)
         bounds = self.bounds[train_dtype].of
         outcome.agreements += compare((TRAINER, PLAIN), trainer_trace, plain[TRAINER], bounds)
         outcome.agreements += compare(
@@ -225,6 +229,21 @@ class Replay:
             limits[name] = UNITS * 2.0**-23 * largest + 1e-5 * lr
         trained_weights = Trace({quantity: dict(trace.get(quantity))})
         return compare((TRAINER, PLAIN), trained_weights, expected, lambda _, owner: limits[owner])
+
+
+def run_gap(step: RecordedStep) -> float | None:
+    """Return the largest difference between the run's engine and its trainer in the logprobs of
+    tokens that were sampled with the weights before the step; None without such tokens."""
+    gaps = []
+    for (g, i), train_logprobs in step.train_logprobs.items():
+        trajectory = step.groups[g].trajectories[i]
+        sequence = trajectory.sequences[0]
+        n_trained = int(sequence.loss_mask.sum())
+        if sequence.logprobs is None or trajectory.corrupted or len(train_logprobs) != n_trained:
+            continue
+        gap = np.abs(sequence.logprobs[sequence.loss_mask] - train_logprobs)
+        gaps += gap[sequence.versions[sequence.loss_mask] == step.version].tolist()
+    return max(gaps, default=None)
 
 
 def take_routes(trace: Trace) -> dict[tuple[int, Owner], np.ndarray]:

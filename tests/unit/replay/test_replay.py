@@ -14,6 +14,7 @@ from rlinf_vl.observe import replay_file
 from rlinf_vl.observe.replay_file import RecordedStep
 from rlinf_vl.replay.minimise import MAX_REPLAYS, Minimiser
 from rlinf_vl.replay.quantities import Quantity
+from rlinf_vl.replay.reasons import reasons_for
 from rlinf_vl.replay.run import ENGINE, RUN, TRAINER, Replay
 
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3", "gemma3"]
@@ -89,6 +90,18 @@ def test_a_part_of_a_step_keeps_its_denominators(clean_step):
     # Neither the metrics of the whole step nor advantages among the whole group follow from a part.
     stages = {a.quantity.stage_name for a in outcome.agreements if a.sides[0] == RUN}
     assert "gradient norm" not in stages and "rollout logprobs" in stages
+
+
+def test_a_replay_with_other_weights_than_the_run_accuses_nobody(clean_step):
+    """A run of two ranks that was computed again on one: its engine and trainer still agree."""
+    subject, config = tiny_subject(), tiny_run()
+    weights = {name: weight * 1.05 for name, weight in subject.weights.items()}
+    subject = replace(subject, weights=weights)
+    part = replace(clean_step.only([(2, 0), (2, 2)]), engine_weights={})
+    outcome = Replay(subject, config)(part)
+    assert str(outcome.first.quantity) == "rollout logprobs" and outcome.run_gap < 1e-4
+    (reason,) = reasons_for(outcome.first, outcome, config)
+    assert "neither is at fault: the replay has other weights than the run" in reason
 
 
 def test_no_replay_file_is_refused(tmp_path):
