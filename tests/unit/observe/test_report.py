@@ -356,6 +356,21 @@ def test_a_run_that_failed_or_was_killed_says_why(tmp_path):
     )
 
 
+def test_an_alarm_that_is_over_says_so_at_the_top(tmp_path):
+    run = make_run(tmp_path / "toy", steps=2)
+    events = [(1, "groups_tied", "they tie"), (2, "groups_tied_over", "it held in step 1")]
+    lines = [{"step": step, "kind": kind, "message": text} for step, kind, text in events]
+    (run / "events.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (alarm,) = read_run(run).alarms
+    assert alarm["over"] == "it held in step 1"
+    again = {"step": 9, "kind": "groups_tied", "message": "they tie again"}
+    (run / "events.jsonl").write_text("\n".join(map(json.dumps, [*lines, again])) + "\n")
+    (alarm,) = read_run(run).alarms
+    assert (alarm["step"], alarm["over"]) == (9, "")
+    page = build_report([run]).read_text()
+    assert "<b>Alarm: groups tied</b>, step 9: <span>they tie again" in page
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing is not a run's folder"):
         build_report([tmp_path / "nothing"])

@@ -26,7 +26,7 @@ from rlinf_vl.runtime.checkpoints import (
     save_checkpoint,
     set_damaged_aside,
 )
-from rlinf_vl.runtime.run_folder import write_baselines
+from rlinf_vl.runtime.run_folder import read_prior, write_baselines
 
 
 def write(folder: str) -> dict[str, str]:
@@ -258,3 +258,4 @@ def test_the_baseline_is_the_best_constant_answer(tmp_path):
     assert not list(tmp_path.iterdir())
     write_baselines(tmp_path, Counter({"12": 3, "7": 5, "9": 2}))
     assert json.loads((tmp_path / "baselines.json").read_text()) == {"always 7": 0.5}
+    assert read_prior(tmp_path) == 0.5 and read_prior(tmp_path / "gone") == 0.0
