@@ -48,6 +48,10 @@ of transformers over its own cache of keys and values ([`RlinfVlGeneral`](../rli
 one GPU an engine (`rollout.tensor_parallel_size: 1`); models with sliding windows, and Gemma 3, run on the torch engine.
 Dropout, which some towers have, is off.
 
+Mixtures of experts (Qwen3-MoE under InternVL) are known by their structure: `actor.model.freeze_router` holds, adapters go to
+their experts (those of GLM-4.5V are refused, as peft renames them), and preflight counts what a token uses. Routing replay,
+`router_aux_loss_coef` and expert parallelism need layers of this project's own.
+
 Each row is a certificate of `rlinf-vl prove-family` on two cores, with figures as in the [table below](#what-is-compared). A
 run of a model type without one begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
 

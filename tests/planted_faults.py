@@ -204,8 +204,8 @@ FAULTS = (
         name="positions-behind-images",
         page="architecture",
         promise="M-RoPE positions are computed for each whole sequence from its image grids.",
-        old="out[1:, end:] += position + max(h, w) - out[1, end : end + 1]",
-        new="out[1:, end:] += position + h - out[1, end : end + 1]",
+        old="out[1:, end:] += position + max(steps, h, w) - out[1, end : end + 1]",
+        new="out[1:, end:] += position + max(steps, h) - out[1, end : end + 1]",
         tests=("tests/unit/models/test_image_tokens.py",),
     ),
     Fault(

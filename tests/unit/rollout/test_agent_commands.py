@@ -72,7 +72,7 @@ FAULTS = {
     "child memory": "GiB, and rollout.agent.memory_gb is 0.5",
     "segfault": "was ended by SIGSEGV",
     "no result": "wrote 'not JSON' as its result",
-    "flood": "ended with exit code 1",
+    "flood": "the endpoint refused its first call: the request is larger than",
     "loop": "ended with exit code 1",
 }
 
