@@ -135,6 +135,18 @@ def convert_file(path: Path, system: str | None = None) -> Conversion:
     ]
     if system != "rlinf":  # its bases configure its engines
         _refuse_missing(conversion)
+    for word in source.unread:
+        reason = "it is no key=value and no --key: write the setting that it stands for"
+        conversion.add(f"word {word}", word, "refused", reason)
+    if system == "verl" and "reward.functions" not in conversion.settings:
+        conversion.add(
+            "data_source",
+            "a column of the rows",
+            "refused",
+            "without custom_reward_function verl grades each row by the function of its data "
+            "source: name the one of yours in reward.functions (docs/rewards.md), math for "
+            "geometry3k",
+        )
     return conversion
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlinf_vl.convert.python import OWN_MODULE
 from rlinf_vl.convert.quantities import Derived, Quantities
 from rlinf_vl.convert.values import names_of
 
@@ -56,13 +57,22 @@ def rewards(q: Quantities) -> Iterator[Derived]:
         is_weighted = isinstance(weights, list) and len(weights) == len(reward_names)
         for i, name in enumerate(reward_names):
             module, _, leaf = name.rpartition(".")
-            ours = NAMED_REWARDS.get(leaf) or ({"function": f"{module}:{leaf}"} if module else None)
+            # A function of the user's own is theirs, whatever its name.
+            is_known = not module or module.partition(".")[0] in REWARD_PACKAGES
+            ours = NAMED_REWARDS.get(leaf) if is_known else None
+            if ours is None and module and not module.startswith((".", OWN_MODULE)):
+                ours = {"function": f"{module}:{leaf}"}
             if ours is None:
-                unknown_names.append(name)
+                unknown_names.append(leaf)
                 continue
             functions.append(ours | ({"weight": weights[i]} if is_weighted else {}))
         if functions:
-            boxed = [name for name in reward_names if name.rpartition(".")[2] in BOXED_REWARDS]
+            boxed = [
+                name
+                for name in reward_names
+                if name.rpartition(".")[2] in BOXED_REWARDS
+                and name.partition(".")[0] in (name, *REWARD_PACKAGES)
+            ]
             note = (
                 f"math pays an answer in \\boxed{{}} only; {', '.join(boxed)} reads others: "
                 "ask for the box in data.prompt_suffix"
@@ -73,6 +83,8 @@ def rewards(q: Quantities) -> Iterator[Derived]:
             q.refused["reward_names"] = f"add {paths} to reward.functions"
 
 
+#: Packages whose rewards have the names below; so has TRL's command line, without a package.
+REWARD_PACKAGES = ("trl", "open_r1")
 #: TRL's rewards by name, with ours.
 NAMED_REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"function": "math"},

@@ -32,10 +32,12 @@ class Source(NamedTuple):
     Attributes:
         settings: dotted name → value.
         missing: names of configs that the file is based on and that were not found.
+        unread: words of the script's command that are no settings.
     """
 
     settings: dict[str, Any]
     missing: list[str]
+    unread: list[str]
 
 
 def read_settings(path: Path) -> Source:
@@ -51,8 +53,8 @@ def read_settings(path: Path) -> Source:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {str(path)!r}: can't be read ({error})") from error
     try:
-        missing: list[str] = []
-        settings = _settings(text, path, missing)
+        source = Source({}, [], [])
+        settings = _settings(text, path, source)
     except (
         yaml.YAMLError,
         OmegaConfBaseException,
@@ -67,7 +69,7 @@ def read_settings(path: Path) -> Source:
     if not settings:
         formats = "YAML, a script with key=value or --key value, or Python with GRPOConfig(…)"
         raise ConfigError(f"config {str(path)!r}: no settings are in it; what is read is {formats}")
-    return Source(settings, list(dict.fromkeys(missing)))
+    return Source(settings, list(dict.fromkeys(source.missing)), source.unread)
 
 
 def near(path: Path, name: str) -> Path | None:
@@ -81,11 +83,11 @@ def near(path: Path, name: str) -> Path | None:
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _settings(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
-    """Return the settings of a file by its suffix; append the names of missing bases."""
+def _settings(text: str, path: Path, source: Source) -> dict[str, Any]:
+    """Return the settings of a file by its suffix; append to `source` what is missing and unread."""
     match path.suffix:
         case ".yaml" | ".yml" | ".json":
-            return _from_yaml(text, path, missing)
+            return _from_yaml(text, path, source)
         case ".ipynb":
             cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
             return python.settings(
@@ -95,12 +97,12 @@ def _settings(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
             return python.settings(
                 # TRL's examples have the command that starts them in their docstring.
                 text,
-                lambda docstring: _from_shell(docstring, path, missing, first=True),
+                lambda docstring: _from_shell(docstring, path, source, first=True),
             )
-    return _from_shell(text, path, missing)
+    return _from_shell(text, path, source)
 
 
-def _from_yaml(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
+def _from_yaml(text: str, path: Path, source: Source) -> dict[str, Any]:
     """Return a YAML config's settings over those of its defaults list.
 
     A SkyPilot task has them in its script, `run`, and the script's variables in `envs`.
@@ -112,7 +114,7 @@ def _from_yaml(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
         return _from_shell(
             script,
             path,
-            missing,
+            source,
             {name: str(value) for name, value in (data.get("envs") or {}).items()},
         )
     merged_bases: Any = {}
@@ -122,7 +124,7 @@ def _from_yaml(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
         if name in ("", "_self_"):
             continue
         if (base_file := near(path, f"{name}.yaml")) is None:
-            missing.append(name)
+            source.missing.append(name)
         else:
             base = load_yaml(base_file.read_text(encoding="utf-8")) or {}
             base.pop("defaults", None)  # bases of bases are not followed
@@ -137,7 +139,7 @@ def _from_yaml(text: str, path: Path, missing: list[str]) -> dict[str, Any]:
 def _from_shell(
     text: str,
     path: Path,
-    missing: list[str],
+    source: Source,
     variables: dict[str, str] | None = None,
     first: bool = False,
 ) -> dict[str, Any]:
@@ -146,13 +148,15 @@ def _from_shell(
     A script may prepare its data before the command that trains, which has more settings.
     """
     most_settings: dict[str, Any] = {}
+    unread: list[str] = []
+    trainer = ""
     for command in shell.commands(text, variables or {}):
         settings = command.settings
         # A script that calls another passes its settings on over those of the other.
         for name in command.scripts:
             if (script := near(path, name)) and script.resolve() != path.resolve():
                 settings = (
-                    _from_shell(script.read_text(encoding="utf-8"), script, missing) | settings
+                    _from_shell(script.read_text(encoding="utf-8"), script, source) | settings
                 )
         if settings and (config := command.files.get("config") or command.files.get("config-name")):
             name = re.sub(r"(\.ya?ml)?$", ".yaml", config, count=1)
@@ -161,14 +165,18 @@ def _from_shell(
                 path, name
             ):
                 settings = (
-                    _from_yaml(config_file.read_text(encoding="utf-8"), config_file, missing)
+                    _from_yaml(config_file.read_text(encoding="utf-8"), config_file, source)
                     | settings
                 )
             else:
-                missing.append(name)
-        most_settings = settings if len(settings) > len(most_settings) else most_settings
+                source.missing.append(name)
+        if len(settings) > len(most_settings):
+            most_settings, unread, trainer = settings, command.unread, command.trainer
         if most_settings and first:
             break
+    if trainer not in ("", "grpo"):
+        raise ValueError(f"it starts TRL's {trainer}; only GRPO is converted. {python.OTHERS}")
+    source.unread.extend(unread)
     return most_settings
 
 

@@ -27,6 +27,19 @@ _CALLS: dict[str, dict[str, str]] = {
         "split": "dataset_train_split",
     },
 }
+#: Trainers of TRL whose settings have other defaults and meanings.
+_OTHER_TRAINERS = {
+    f"{trainer}{kind}"
+    for trainer in ("RLOO", "PPO", "DPO", "KTO", "OnlineDPO", "NashMD", "XPO", "GKD", "ORPO")
+    for kind in ("Config", "Trainer")
+}
+#: What to do with another trainer.
+OTHERS = (
+    "RLOO's advantages are algorithm.adv_type=rloo here: begin with 'rlinf-vl new experiment' and "
+    "set each key yourself"
+)
+#: The module of what a file defines itself.
+OWN_MODULE = "__main__"
 #: The keywords that are settings, for calls where not all are.
 _SETTING_KEYWORDS = {
     "GRPOTrainer": {"model", "reward_funcs", "environment_factory", "rollout_func", "tools"},
@@ -46,10 +59,16 @@ def settings(text: str, read_command: Callable[[str], dict[str, Any]]) -> dict[s
 
     Raises:
         SyntaxError: the text is no Python.
+        ValueError: it uses another trainer of TRL.
     """
     # A line for IPython is no Python, and sets nothing of a run.
     tree = ast.parse(re.sub(r"(?m)^\s*[%!].*$", "", text))  # without a notebook's magics
     command_settings = read_command(ast.get_docstring(tree) or "")
+    callees = {_callee(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    others = sorted(callees & _OTHER_TRAINERS)
+    if others and not callees & {"GRPOConfig", "GRPOTrainer"}:
+        raise ValueError(f"it uses {others[0]}; only GRPOConfig is converted. {OTHERS}")
+    origins = _origins(tree)
     names = _Names(tree, command_settings)
     file_settings: dict[str, Any] = {}
     for node in ast.walk(tree):
@@ -63,7 +82,9 @@ def settings(text: str, read_command: Callable[[str], dict[str, Any]]) -> dict[s
         for name, expression in keywords.items():
             if name in _SETTING_KEYWORDS.get(callee, keywords):
                 value = (
-                    _functions(expression) if name == "reward_funcs" else names.value(expression)
+                    _functions(expression, origins)
+                    if name == "reward_funcs"
+                    else names.value(expression)
                 )
                 command_name = _CALLS[callee].get(name, name)
                 for key, flat_value in flat({command_name: value}):
@@ -152,9 +173,22 @@ def _callee(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
 
 
-def _functions(expression: ast.expr) -> Any:
-    """Return the names of reward functions; `Unreadable` if one is no name."""
+def _origins(tree: ast.Module) -> dict[str, str]:
+    """Return the module of each function that a file defines or imports by name."""
+    origins: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            origins |= {alias.asname or alias.name: module for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            origins[node.name] = OWN_MODULE
+    return origins
+
+
+def _functions(expression: ast.expr, origins: Mapping[str, str]) -> Any:
+    """Return the names of reward functions, with their modules; `Unreadable` if one is no name."""
     parts = expression.elts if isinstance(expression, ast.List | ast.Tuple) else [expression]
-    if all(isinstance(part, ast.Name | ast.Attribute) for part in parts):
-        return [ast.unparse(part) for part in parts]
-    return Unreadable(ast.unparse(expression))
+    if not all(isinstance(part, ast.Name | ast.Attribute) for part in parts):
+        return Unreadable(ast.unparse(expression))
+    names = [ast.unparse(part) for part in parts]
+    return [f"{origins[name]}.{name}" if name in origins else name for name in names]

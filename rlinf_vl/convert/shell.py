@@ -18,6 +18,11 @@ from typing import Any, NamedTuple
 from rlinf_vl.convert.values import flat, typed
 
 _Variables = dict[str, str | list[str]]
+#: Stand for a `$` in double quotes, and for one that a shell leaves as it is.
+_QUOTED, _LITERAL = "\ue000", "\ue001"
+#: Stand for the blanks of a word while those of its variables are split.
+_HIDDEN_BLANKS = str.maketrans({" ": "\ue002", "\t": "\ue003", "\n": "\ue004"})
+_SHOWN_BLANKS = {ord(hidden): chr(blank) for blank, hidden in _HIDDEN_BLANKS.items()}
 #: An assignment: its name, "+" for `+=`, and the text of its value.
 _ASSIGNMENT = re.compile(
     r"\s*(?:(?:export|local|readonly|declare)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)", re.DOTALL
@@ -46,11 +51,15 @@ class Command(NamedTuple):
         settings: dotted name → value.
         files: the configs that it names, by `config`, `config-name` or `config-path`.
         scripts: the shell scripts that it calls.
+        unread: words behind the program that are no setting, config or script.
+        trainer: the trainer of TRL that it starts, if a word names it.
     """
 
     settings: dict[str, Any]
     files: dict[str, str]
     scripts: list[str]
+    unread: list[str]
+    trainer: str = ""
 
 
 def commands(text: str, outer_variables: Mapping[str, str]) -> Iterator[Command]:
@@ -78,7 +87,10 @@ def commands(text: str, outer_variables: Mapping[str, str]) -> Iterator[Command]
                 )
             variables[assignment[1]] = value
         else:
-            command = _command(_words(line, variables))
+            words = _words(line, variables)
+            if words[:1] == ["eval"]:
+                words = _words(" ".join(words[1:]), variables)
+            command = _command(words)
             if command.settings or command.scripts:
                 yield command
 
@@ -124,7 +136,7 @@ def _value(text: str, variables: _Variables) -> str | list[str] | None:
     text = text.strip()
     if text.startswith("(") and text.endswith(")"):
         return _words(text[1:-1], variables)
-    words = _words(text, variables)
+    words = _words(text, variables, splits=False)
     return (
         None
         if len(words) > 1 and not re.match(r"[;&|]", words[1])
@@ -132,34 +144,53 @@ def _value(text: str, variables: _Variables) -> str | list[str] | None:
     )
 
 
-def _words(text: str, variables: _Variables) -> list[str]:
-    """Return a command's words, quotes removed and variables expanded; $@ is empty."""
+def _words(text: str, variables: _Variables, splits: bool = True) -> list[str]:
+    """Return a command's words, quotes removed and variables expanded; $@ is empty.
+
+    Args:
+        splits: whether the value of a variable outside quotes is split at its blanks, as a shell
+            does in a command, and not in an assignment.
+    """
     text = re.sub(r"\"?\$(@|\*|\{@\})\"?", " ", text)
     text = re.sub(
         r"\$\(\((.*?)\)\)|\$\([^()]*\)", lambda match: f'"{_expanded(match[0], variables)}"', text
     )
-    # shlex drops quotes, so words in single quotes, which are not expanded, are remembered here.
-    literals = {word for word in re.findall(r"'([^']*)'", text) if "$" in word}
-    lexer = shlex.shlex(text, posix=True)
+    lexer = shlex.shlex(_marked(text), posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
     try:
         for word in lexer:
-            if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word):
+            if array := re.fullmatch(rf"[${_QUOTED}]\{{(\w+)\[[@*]\]\}}", word):
                 value = variables.get(array[1], [])
                 words += value if isinstance(value, list) else [value]
-            elif any(word.endswith(literal) for literal in literals) and '"' + word not in text:
-                words.append(word)
             else:
-                value = _expanded(word, variables)
-                words += (
-                    value.split()
-                    if value.startswith("-") and re.fullmatch(r"\$\{?\w+\}?", word)
-                    else [value]
-                )
+                # The word's own blanks were quoted: they split nothing.
+                value = _expanded(word.translate(_HIDDEN_BLANKS), variables)
+                parts = value.split() if splits and "$" in word else [value]
+                shown = [part.translate(_SHOWN_BLANKS) for part in parts]
+                expanded = [_expanded(part.replace(_QUOTED, "$"), variables) for part in shown]
+                words += [part.replace(_LITERAL, "$") for part in expanded]
     except ValueError:  # prose, or an unclosed quote
         return []
     return words
+
+
+def _marked(text: str) -> str:
+    """Return a text with other marks for each `$` in double quotes, and in single ones or escaped.
+
+    shlex drops quotes, and a variable means something else in each of them.
+    """
+    marked, quote, is_escaped = "", "", False
+    for c in text:
+        if c == "$" and (quote or is_escaped):
+            marked = marked.removesuffix("\\") if is_escaped else marked
+            marked += _LITERAL if is_escaped or quote == "'" else _QUOTED
+        else:
+            marked += c
+        if not is_escaped and c in "\"'" and quote in ("", c):
+            quote = "" if quote else c
+        is_escaped = c == "\\" and quote != "'" and not is_escaped
+    return marked
 
 
 def _expanded(text: str, variables: _Variables) -> str:
@@ -213,9 +244,13 @@ def _command(words: list[str]) -> Command:
     settings: dict[str, Any] = {}
     files: dict[str, str] = {}
     scripts: list[str] = []
+    unread: list[str] = []
+    trainer, has_program = "", False
     start = next((i for i, word in enumerate(words) if _PROGRAM.search(word)), None)
     if start is None:
-        return Command(settings, files, scripts)
+        return Command(settings, files, scripts, unread)
+    if re.search(r"(^|/)trl$", words[start]) and start + 1 < len(words):
+        trainer, start = words[start + 1], start + 1
     remaining_words = iter(words[start + 1 :])
     word = next(remaining_words, None)
     while word is not None:
@@ -241,12 +276,20 @@ def _command(words: list[str]) -> Command:
         elif word.endswith(".py") or word == "-m":
             # The options before the program are the launcher's; few of them describe the run.
             settings = {key: value for key, value in settings.items() if key in _LAUNCHER_SETTINGS}
+            has_program = True
+            if word == "-m":  # the module's name follows
+                word, following = following or "", next(remaining_words, None)
+            if name := re.search(r"(?:^|[/.])(rloo)\w*(?:\.py)?$", word):
+                trainer = name[1]
         elif word.endswith(".sh"):
             scripts.append(word)
         elif re.match(r"[|&;<>]", word):
             break
+        # An output's redirection, or a variable that is not set, which a shell leaves out.
+        elif has_program and not re.match(r"\d*[<>]|\$|\\?$", word):
+            unread.append(word)
         word = following
-    return Command(dict(flat(settings)), files, scripts)
+    return Command(dict(flat(settings)), files, scripts, unread, trainer)
 
 
 def _is_value(word: str) -> bool:

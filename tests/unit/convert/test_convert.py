@@ -188,13 +188,13 @@ def test_every_key_has_an_outcome_and_is_named_in_what_is_written(tmp_path):
         "run.sh",
     )
     text = render(made, "run.sh")
-    assert len(made.outcomes) == 21 + 2
+    assert len(made.outcomes) == 21 + 2 + 1  # the reward, which verl chooses by data_source
     for outcome in made.outcomes.values():
         assert outcome.key in text.replace("\n#   ", " "), outcome
     assert [o.key for o in made.of("unknown")] == ["nobody.knows"]
-    (refused,) = made.of("refused")
+    (refused, _) = made.of("refused")
     assert refused.key.endswith("ppo_epochs") and "n_minibatches" in refused.text
-    assert "1 refused, 1 unknown" in summary(made, "run.sh")
+    assert "2 refused, 1 unknown" in summary(made, "run.sh")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -425,6 +425,71 @@ def test_a_shells_arrays_sums_and_variables(tmp_path, monkeypatch):
     assert made.written["runner.experiment_name"] == "run_x"
     (refused,) = (o for o in made.of("refused") if o.key == "data.max_prompt_length")
     assert "$NOWHERE" in refused.text
+
+
+def test_unquoted_variables_are_split_as_a_shell_does_and_every_word_is_accounted_for(tmp_path):
+    script = """
+        DATA="data.train_batch_size=24 data.max_response_length=77"
+        MORE='trainer.total_epochs=3 trainer.save_freq=9'
+        NAME="two words"
+        LIST="['a.parquet', 'b.parquet']"
+        python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo $DATA ${MORE} \\
+            trainer.experiment_name="$NAME" data.train_files="$LIST" trainer.default_local_dir='$HOME/x y' \\
+            stray $UNSET 2>&1 | tee log.txt
+    """
+    made = made_of(tmp_path, script, "run.sh")
+    assert made.written["data.rollout_batch_size"] == 24
+    assert made.written["algorithm.sampling_params.max_new_tokens"] == 77
+    assert (made.written["runner.max_epochs"], made.written["runner.save_interval"]) == (3, 9)
+    assert made.written["runner.experiment_name"] == "two words"
+    assert made.written["data.train_data_paths"] == ["a.parquet", "b.parquet"]
+    refused = {outcome.key for outcome in made.of("refused")}
+    assert {"word stray"} == {key for key in refused if key.startswith("word")} and not any(
+        "UNSET" in key or "2>" in key for key in refused
+    )
+
+
+def test_verls_reward_by_data_source_is_refused_by_name(tmp_path):
+    made = made_of(tmp_path, VERL, "run.sh")
+    assert "grades each row" in made.outcomes["data_source"].text
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth): ..."
+    )
+    own = VERL.replace("$@", "custom_reward_function.path=mine.py $@")
+    assert "data_source" not in made_of(tmp_path, own, "run.sh").outcomes
+
+
+@pytest.mark.parametrize(
+    "lines, refused, functions",
+    [
+        ("def accuracy_reward(completions, **row): return []", ["accuracy_reward"], []),
+        ("from mine.rewards import accuracy_reward", [], ["mine.rewards:accuracy_reward"]),
+        ("from .rewards import accuracy_reward", ["accuracy_reward"], []),
+        ("from trl.rewards import accuracy_reward", [], ["math"]),
+    ],
+)
+def test_a_function_of_the_users_is_theirs_whatever_its_name(tmp_path, lines, refused, functions):
+    text = f"{lines}\nGRPOTrainer(model='m', reward_funcs=accuracy_reward, args=GRPOConfig(beta=0.1))\n"
+    made = made_of(tmp_path, text, "mine.py")
+    assert [f["function"] for f in made.written.get("reward.functions", [])] == functions
+    texts = [o.text for o in made.of("refused") if "reward" in o.key]
+    assert [f"path/to/file.py:{name}" in "".join(texts) for name in refused] == [True] * len(
+        refused
+    )
+    assert bool(refused) == bool(texts)
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("RLOOTrainer(model='m', args=RLOOConfig(beta=0.1), reward_funcs=f)", "mine.py"),
+        ("trl rloo --model_name_or_path m --beta 0.1 --dataset_name d", "run.sh"),
+        ("accelerate launch examples/scripts/rloo_vlm.py --beta 0.1 --dataset_name d", "run.sh"),
+    ],
+)
+def test_another_trainer_is_refused_and_not_read_with_grpos_defaults(tmp_path, text, name):
+    with pytest.raises(ConfigError, match="algorithm.adv_type=rloo"):
+        made_of(tmp_path, text, name)
 
 
 def test_rlinf_runs_as_it_is_where_it_has_a_meaning(tmp_path):
