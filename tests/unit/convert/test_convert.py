@@ -441,7 +441,7 @@ def test_unquoted_variables_are_split_as_a_shell_does_and_every_word_is_accounte
     assert made.written["data.rollout_batch_size"] == 24
     assert made.written["algorithm.sampling_params.max_new_tokens"] == 77
     assert (made.written["runner.max_epochs"], made.written["runner.save_interval"]) == (3, 9)
-    assert made.written["runner.experiment_name"] == "two words"
+    assert made.written["runner.experiment_name"] == "two-words"
     assert made.written["data.train_data_paths"] == ["a.parquet", "b.parquet"]
     refused = {outcome.key for outcome in made.of("refused")}
     assert {"word stray"} == {key for key in refused if key.startswith("word")} and not any(
