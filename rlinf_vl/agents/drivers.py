@@ -26,7 +26,7 @@ from rlinf_vl.agents.command_guard import OWNER, folder_prefix, owner_name
 from rlinf_vl.agents.contract import AgentTask
 from rlinf_vl.config.schema.rollout import AGENT_CALL
 from rlinf_vl.data.unusable import shorten
-from rlinf_vl.user_code import load_code
+from rlinf_vl.user_code import bypass_proxies, load_code
 
 #: Environment variable that marks an agent's processes; its value is the trajectory's key.
 MARK = "RLINF_VL_AGENT"
@@ -91,6 +91,8 @@ class FunctionDriver:
     def __init__(self, name: str, files: Mapping[str, str], executor: Executor) -> None:
         """`name` is `module:function` or `path/to/file.py:function`; `files` are
         `runner.code_files`."""
+        # For clients that an agent makes itself.
+        bypass_proxies()
         self._function = load_code(name, {}, files, kind="agent", signature=AGENT_CALL)
         # Here, where no agent's time limit runs: this import takes seconds.
         importlib.import_module("openai.resources.chat")
@@ -138,8 +140,9 @@ class HttpClients:
     """The HTTP clients that a process's agents share: to make one takes longer than a call."""
 
     def __init__(self, timeout_s: float) -> None:
-        # Without TLS there is nothing to verify, and loading certificates takes 20 ms.
-        self._options = {"verify": False, "timeout": timeout_s}
+        # Without TLS there is nothing to verify, and loading certificates takes 20 ms. The endpoint
+        # is this worker's: a proxy would get the trajectory's key and messages.
+        self._options = {"verify": False, "timeout": timeout_s, "trust_env": False}
         self._lock = threading.Lock()
         self._of_threads: Any = None
         self._of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
@@ -208,6 +211,7 @@ class CommandDriver:
                 MARK: key,
                 OWNER: self._owner,
             }
+            bypass_proxies(environment)
             try:
                 return await self._run(folder, environment, key)
             finally:

@@ -23,7 +23,7 @@ from rlinf_vl.config.hubs import OPENENV
 from rlinf_vl.envs.base import StepResult
 from rlinf_vl.errors import pip_install
 from rlinf_vl.types import Message, Problem
-from rlinf_vl.user_code import CodeError, load_code
+from rlinf_vl.user_code import CodeError, bypass_proxies, load_code
 
 INSTALL = pip_install("rlinf_vl[openenv]")
 #: The first characters of PNG, JPEG, GIF and WebP in base64.
@@ -125,6 +125,8 @@ class OpenEnv:
         self._turns, self._invalid, self._total = 0, 0, 0.0
 
     async def start(self, problem: Problem) -> list[Message]:
+        # The package's clients read proxies from the environment alone.
+        bypass_proxies()
         self._client = self._make_client(base_url=self._url, **self._client_kwargs)
         columns = {name: problem.columns[name] for name in self._reset_columns}
         result = await self._client.reset(**{"seed": self._seed} | self._reset | columns)

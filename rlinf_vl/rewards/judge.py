@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 
 from rlinf_vl.data.cache import build_once, cache_root
 from rlinf_vl.rewards.grading_pool import GradingError
+from rlinf_vl.user_code import THIS_HOST
 
 PROMPT = """\
 You grade the response to a question.
@@ -261,9 +262,12 @@ class Judge:
         if self._key_env is not None:
             headers["Authorization"] = f"Bearer {os.environ[self._key_env]}"
         request = urllib.request.Request(self._address, data, headers)
-        with urllib.request.build_opener(_NoRedirect).open(
-            request, timeout=self._timeout
-        ) as response:
+        handlers: list[Any] = [_NoRedirect]
+        if urlsplit(self._address).hostname in THIS_HOST:
+            # A proxy has no way to this host, and would read the key.
+            handlers.append(urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(*handlers)
+        with opener.open(request, timeout=self._timeout) as response:
             content = json.load(response)["choices"][0]["message"]["content"]
         if not isinstance(content, str):
             raise TypeError(f"content is {content!r:.80}")

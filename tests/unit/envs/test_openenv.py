@@ -176,7 +176,10 @@ def server():
         process.wait(30)
 
 
-def test_a_server_is_played_by_openenvs_own_client(server):
+def test_a_server_is_played_by_openenvs_own_client(server, monkeypatch):
+    # Nobody listens there.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "a.org")
     name = f"openenv:{server}"
     options = {"fields": ["picture", "question"], "reset": {"number": 3}}
     first, (wrong, invalid, last) = played(

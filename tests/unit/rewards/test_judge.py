@@ -72,7 +72,10 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
     monkeypatch.setenv("RLINF_VL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    # Nobody listens there.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     servers = []
 
     def start(reply):

@@ -65,6 +65,14 @@ def test_a_command_gets_its_task_and_returns_its_result(monkeypatch, processor):
         assert len(trajectory.sequences) == 1
 
 
+def test_no_proxy_stands_between_a_command_and_its_endpoint(monkeypatch, processor):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert [t.error for t in outcome(monkeypatch, processor, ["good"], [1])] == [None]
+
+
 FAULTS = {
     "crash": "ended with exit code 3",
     "write": "wrote more than 1048576 bytes of output",

@@ -119,7 +119,10 @@ def test_the_command_in_an_examples_docstring_starts_a_run(monkeypatch, name):
 
 
 @pytest.mark.parametrize("case", ANSWERS)
-def test_the_tool_by_an_agent_is_the_tool_by_the_environment(processor, problem, case):
+def test_the_tool_by_an_agent_is_the_tool_by_the_environment(monkeypatch, processor, problem, case):
+    # Nobody listens there.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "a.org")
     ours = by_agent(Scripted(processor, ANSWERS[case]), processor, problem, 3)
     theirs = native(Scripted(processor, ANSWERS[case]), processor, problem, 3)
     assert_equal(ours, theirs)

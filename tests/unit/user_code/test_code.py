@@ -4,7 +4,9 @@ import importlib
 import re
 import subprocess
 import sys
+import urllib.request
 
+import httpx
 import pytest
 import yaml
 
@@ -14,7 +16,14 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.family import Family
 from rlinf_vl.observe.tracker import make_trackers
-from rlinf_vl.user_code import CodeError, check_code, collect_code, load_code, pickled
+from rlinf_vl.user_code import (
+    CodeError,
+    bypass_proxies,
+    check_code,
+    collect_code,
+    load_code,
+    pickled,
+)
 
 REWARD = {
     "kind": "reward",
@@ -259,3 +268,24 @@ def test_a_tracker_and_a_family_of_ones_own(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"^{key}: .*{re.escape(expected)}"):
             load_config("toy-grpo-cpu", [f"{key}={tmp_path}/own.py:{name}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        ({}, "127.0.0.1,localhost,::1"),
+        ({"NO_PROXY": "a.org, localhost"}, "a.org,localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "a.org", "no_proxy": "b.org"}, "b.org,127.0.0.1,localhost,::1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_servers_of_this_host_are_called_without_a_proxy(monkeypatch, given, hosts):
+    environment = dict(given)
+    bypass_proxies(environment)
+    assert environment == {"NO_PROXY": hosts, "no_proxy": hosts}
+    for name in ("NO_PROXY", "no_proxy", "http_proxy"):
+        monkeypatch.setenv(name, (environment | {"http_proxy": "http://127.0.0.1:9"})[name])
+    assert urllib.request.proxy_bypass("127.0.0.1:8000")
+    with httpx.Client() as client:
+        transport = client._transport_for_url(httpx.URL("http://127.0.0.1:8000"))
+        assert transport is client._transport
