@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rlinf_vl.agents.chat import ChatError, ChatRequest, Reply, reply_of
 from rlinf_vl.config.schema.data import VideoConfig
@@ -270,7 +271,24 @@ class AgentSession:
         return call
 
     def _request(self, call: AgentCall, chat: ChatRequest) -> Request:
-        """Build the request of a call, in a thread: rendering and images take milliseconds."""
+        """Build the request of a call, in a thread: rendering and images take milliseconds.
+
+        Raises:
+            ChatError, RowError, ImageError, ValueError: its messages make no prompt.
+        """
+        try:
+            return self._rendered_request(call, chat)
+        except (ChatError, RowError, ImageError, ValueError):
+            raise
+        except Exception as error:
+            # Templates, tokenizers and processors raise anything for messages that they refuse.
+            is_template = isinstance(error, TemplateError)
+            reason = str(error) if is_template else f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"the checkpoint's chat template or processor refuses them: {reason}"
+            ) from error
+
+    def _rendered_request(self, call: AgentCall, chat: ChatRequest) -> Request:
         renderer, observation = self._client.renderer, call.observation
         for image in observation.images:
             self._note_image(image)

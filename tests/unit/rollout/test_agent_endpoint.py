@@ -250,6 +250,28 @@ def test_tools_that_the_template_does_not_show_are_refused(toy_folder):
     run(Served(processor), talk)
 
 
+def test_words_of_a_template_that_refuses_messages_reach_the_agent(toy_folder):
+    processor = Processor(toy_folder, family_of("qwen3_vl"))
+    refusals = """{%- for message in messages %}
+      {%- if message.content == "twice" %}{{ raise_exception("roles must alternate") }}{% endif %}
+      {%- if message.content == "name" %}{{ "by " + message.name }}{% endif %}
+      {%- if message.content == "sum" %}{{ "by " + 1 }}{% endif %}
+    {%- endfor %}"""
+    processor.tokenizer.chat_template = refusals + processor.tokenizer.chat_template
+    reasons = {
+        "twice": "roles must alternate",
+        "name": "has no attribute 'name'",
+        "sum": "TypeError: can only concatenate str",
+    }
+
+    async def talk(client):
+        for text, reason in reasons.items():
+            with pytest.raises(openai.BadRequestError, match=f"chat template.*{reason}"):
+                await ask(client, [user(text)])
+
+    run(Served(processor), talk)
+
+
 def test_broken_calls_and_choice_none_leave_text(tool_processor):
     async def talk(client):
         broken = await ask(client, [user("What")], tools=TOOLS)
