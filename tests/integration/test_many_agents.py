@@ -124,8 +124,8 @@ def folder(tmp_path, monkeypatch):
             (tmp_path / f"slow_{seed}.py").write_text(f"import time\ntime.sleep({IMPORT_S})\n")
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    # Clients of this machine still ask the proxy unless this names it.
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(
         "PYTHONPATH", f"{tmp_path}:{Path(__file__).parent}:{Path(__file__).parents[1]}"
     )
