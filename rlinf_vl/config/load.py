@@ -69,7 +69,10 @@ ConfigStore.instance().store(name=SCHEMA_NAME, node={})
 
 
 def load_config(
-    config_name: str, overrides: Sequence[str] = (), further: Sequence[Rule] = ()
+    config_name: str,
+    overrides: Sequence[str] = (),
+    further: Sequence[Rule] = (),
+    here: bool = True,
 ) -> Config:
     """Compose, type-check, normalise and validate one run's configuration.
 
@@ -78,13 +81,13 @@ def load_config(
             the working directory.
         overrides: Hydra overrides, such as `runner.max_steps=3` or
             `data.train_data_paths=[/a/b.parquet]`.
-        further: additional rules for `validate_config`.
+        further, here: as in `validate_config`.
 
     Raises:
         ConfigError: with every problem found.
     """
     config = parse_config(config_name, overrides)
-    validate_config(config, further)
+    validate_config(config, further, here)
     return config
 
 

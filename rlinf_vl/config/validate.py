@@ -29,9 +29,13 @@ from rlinf_vl.user_code import CodeError, check_code, is_code
 Rule = Callable[[Config], Iterable[str]]
 
 
-def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
-    """Raise `ConfigError` with every problem of a typed, normalised config. `further`: additional
-    rules."""
+def validate_config(config: Config, further: Sequence[Rule] = (), here: bool = True) -> None:
+    """Raise `ConfigError` with every problem of a typed, normalised config.
+
+    Args:
+        further: additional rules.
+        here: whether the run is to begin on this machine, which then needs its data and packages.
+    """
     rules: list[Rule] = [
         _values,
         _code,
@@ -50,6 +54,7 @@ def validate_config(config: Config, further: Sequence[Rule] = ()) -> None:
         vision_problems,
         actor_problems,
         _reward,
+        *((_data_files, _trackers) if here else ()),
         *further,
     ]
     # Each message once: the same data may be both trained and validated on.
@@ -342,7 +347,10 @@ def _runner(config: Config) -> Iterator[str]:
         why = why_absent(resume_dir)
         hint = "give a checkpoint's path, a run's folder (its newest checkpoint), auto or null"
         yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; {hint}"
-    for backend in {"wandb", "trackio"}.intersection(runner.logger.logger_backends):
+
+
+def _trackers(config: Config) -> Iterator[str]:
+    for backend in {"wandb", "trackio"}.intersection(config.runner.logger.logger_backends):
         # Found and not imported: trackers take seconds to import.
         if importlib.util.find_spec(backend) is None:
             hint = f"{pip_install(f'rlinf_vl[{backend}]')}, or leave it out"
@@ -397,22 +405,6 @@ def _data(config: Config) -> Iterator[str]:
             "data.train_data_paths: empty; name at least one file, hf://owner/name:split, or "
             f"{', '.join(TOYS)}"
         )
-    for key, paths in (
-        ("data.train_data_paths", data.train_data_paths),
-        ("data.val_data_paths", data.val_data_paths),
-    ):
-        for path in paths:
-            if (
-                # Whether a data set of the hub exists takes a request, which
-                # `rlinf_vl.preflight.hub` makes.
-                path not in TOYS
-                and not path.startswith(("hf://", "seeds://", VERIFIERS_ROWS))
-                and not os.path.exists(path)
-            ):
-                yield (
-                    f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written "
-                    "hf://owner/name:split"
-                )
     columns = [*data.image_keys, *(data.video_keys or ())]
     if repeated := sorted({column for column in columns if columns.count(column) > 1}):
         yield (
@@ -441,6 +433,26 @@ def _data(config: Config) -> Iterator[str]:
                 f"data.image_hosts: {host!r} is no plain host name; write it as in "
                 "images.example.org, without scheme or port"
             )
+
+
+def _data_files(config: Config) -> Iterator[str]:
+    data = config.data
+    for key, paths in (
+        ("data.train_data_paths", data.train_data_paths),
+        ("data.val_data_paths", data.val_data_paths),
+    ):
+        for path in paths:
+            if (
+                # Whether a data set of the hub exists takes a request, which
+                # `rlinf_vl.preflight.hub` makes.
+                path not in TOYS
+                and not path.startswith(("hf://", "seeds://", VERIFIERS_ROWS))
+                and not os.path.exists(path)
+            ):
+                yield (
+                    f"{key}: no file {path!r}{why_absent(path)}; a dataset of the hub is written "
+                    "hf://owner/name:split"
+                )
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.runner import SCHEDULES_AHEAD
+from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import validate_config
+from rlinf_vl.data.sources import open_source
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight.advice import Change, applied
 from rlinf_vl.preflight.decoding import Lengths
@@ -26,6 +28,8 @@ from rlinf_vl.preflight.step_time import PHASES, StepTime, estimate_step, usual_
 
 SCHEDULES = ("sync", *SCHEDULES_AHEAD)
 PLACEMENT = "cluster.component_placement"
+#: Beginnings of data sets that an estimate neither fetches nor draws.
+UNCOUNTED_ROWS = ("hf://", "verifiers://", *TOYS)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def costs(
 ) -> list[Cost]:
     """Estimate every split and schedule that is valid and fits; the config's own comes first."""
     estimates: list[Cost] = []
+    steps = steps_of(config)
     layouts: list[tuple[object, ...]] = []
     for changes in _variants(config, hardware):
         try:
@@ -65,14 +70,30 @@ def costs(
             if layout in layouts:
                 continue
             layouts.append(layout)
-            validate_config(changed)
+            validate_config(changed, here=False)
             time = estimate(changed, model, hardware, rates, lengths, placement)
         except (ConfigError, ValueError):
             continue
         if time is not None:
-            steps = config.runner.max_steps if config.runner.max_steps > 0 else None
             estimates.append(Cost(" ".join(map(str, changes)), time, steps))
     return estimates
+
+
+def steps_of(config: Config) -> int | None:
+    """Return the steps of a run: `runner.max_steps`, or its epochs over rows that are here.
+
+    Rows that the run will filter count. None: there is no limit and some rows are elsewhere.
+    """
+    runner, paths = config.runner, config.data.train_data_paths
+    limit = runner.max_steps if runner.max_steps > 0 else None
+    if any(path.startswith(UNCOUNTED_ROWS) for path in paths):
+        return limit
+    try:
+        n_rows = sum(len(open_source(path, "train").rows) for path in paths)
+    except (ValueError, OSError):
+        return limit
+    steps = n_rows // config.data.rollout_batch_size * runner.max_epochs
+    return min(steps, limit) if limit else steps or None
 
 
 def placement_on(config: Config, hardware: Hardware | None) -> Placement:
@@ -128,7 +149,11 @@ def render(
 ) -> str:
     """Return the output of `preflight --time` as Markdown."""
     steps = estimates[0].steps
-    span = f"{steps} steps" if steps else "100 steps (runner.max_steps names none)"
+    span = (
+        f"{steps} steps"
+        if steps
+        else "100 steps (neither runner.max_steps nor data here name them)"
+    )
     lines = [
         f"{config.runner.experiment_name}, {span}; rates: {rates.source}",
         "",

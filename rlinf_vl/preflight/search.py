@@ -297,7 +297,7 @@ class Search:
         try:
             config = self._applied(changes)
             if check:
-                validate_config(config)
+                validate_config(config, here=False)
             nodes = (self.hardware.gpus,) * self.hardware.nodes
             placement = placement_of(config, nodes)
             model = self._model(config, passes)

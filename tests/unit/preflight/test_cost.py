@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from rlinf_vl.__main__ import main
-from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.load import load_config, parse_config
+from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import calibration
 from rlinf_vl.preflight.calibration import Calibration, find, fit, save
+from rlinf_vl.preflight.cost import steps_of
 from rlinf_vl.preflight.decoding import Lengths
 from rlinf_vl.preflight.gpu_kinds import GPU_KINDS
 from rlinf_vl.preflight.prediction import PREDICTION, write_prediction
@@ -77,3 +79,27 @@ def test_a_run_on_a_calibrated_machine_has_an_estimate(tmp_path):
     content = json.loads((tmp_path / PREDICTION).read_text())
     assert content["schedule"] == "one_step_off"
     assert 0 < content["seconds"] < sum(content["phases"].values()) + 2
+
+
+def test_the_steps_are_those_of_the_rows_that_are_here(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"problem": "1 + 1?", "answer": "2"}\n' * 43)
+    overrides = ["runner.max_epochs=3", "data.rollout_batch_size=8"]
+
+    def steps(path, *further):
+        overridden = [*overrides, f"data.train_data_paths=[{path}]", *further]
+        return steps_of(parse_config("qwen3-vl-2b-grpo-fsdp-geo3k", overridden))
+
+    assert steps(file, "runner.max_steps=-1") == 15
+    assert steps(file, "runner.max_steps=4") == 4
+    assert steps("/nowhere/rows.jsonl", "runner.max_steps=-1") is None
+    assert steps("hf://owner/name", "runner.max_steps=7") == 7
+
+
+def test_a_config_is_counted_without_its_data_and_trackers():
+    overrides = ["data.train_data_paths=[/nowhere/rows.parquet]", "data.val_data_paths=[]"]
+    overrides += ["runner.logger.logger_backends=[trackio]"]
+    load_config("qwen3-vl-2b-grpo-fsdp-geo3k", overrides, here=False)
+    with pytest.raises(ConfigError) as caught:
+        load_config("qwen3-vl-2b-grpo-fsdp-geo3k", overrides)
+    assert any("no file '/nowhere/rows.parquet'" in problem for problem in caught.value.problems)
