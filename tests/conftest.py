@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 # Before torch is imported anywhere, and inherited by every process that a test starts.
@@ -14,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION = "RLINF_VL_TEST_SESSION"
+#: Names the time, in seconds since the epoch, from which no slow test begins.
+SLOW_UNTIL = "RLINF_VL_SLOW_TESTS_UNTIL"
 # Marks what this session starts, through any number of generations.
 os.environ[SESSION] = str(os.getpid())
 
@@ -52,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             ids = f"-{item.callspec.id}-"  # pyright: ignore[reportAttributeAccessIssue]
             if not any(f"-{name}-" in ids for name in mark.args):
                 item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a slow test where the time for slow ones is over: a late answer of CI is none."""
+    until = float(os.environ.get(SLOW_UNTIL, "inf"))
+    if item.get_closest_marker("slow") and time.time() > until:
+        pytest.skip(f"the time for slow tests is over ({SLOW_UNTIL})")
 
 
 def _left_running() -> list[psutil.Process]:
