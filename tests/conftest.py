@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION = "RLINF_VL_TEST_SESSION"
-#: Names the time, in seconds since the epoch, from which no slow test begins.
-SLOW_UNTIL = "RLINF_VL_SLOW_TESTS_UNTIL"
+#: Variables with the time, in seconds since the epoch, from which no slow test begins, or no test.
+SLOW_UNTIL, ALL_UNTIL = "RLINF_VL_SLOW_TESTS_UNTIL", "RLINF_VL_TESTS_UNTIL"
 # Marks what this session starts, through any number of generations.
 os.environ[SESSION] = str(os.getpid())
 
@@ -59,10 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a slow test where the time for slow ones is over: a late answer of CI is none."""
-    until = float(os.environ.get(SLOW_UNTIL, "inf"))
-    if item.get_closest_marker("slow") and time.time() > until:
-        pytest.skip(f"the time for slow tests is over ({SLOW_UNTIL})")
+    """Skip a test where the time for it is over: a late answer of CI is none."""
+    for name, is_meant in ((SLOW_UNTIL, item.get_closest_marker("slow")), (ALL_UNTIL, True)):
+        if is_meant and time.time() > float(os.environ.get(name, "inf")):
+            pytest.skip(f"the time for such tests is over ({name})")
 
 
 def _left_running() -> list[psutil.Process]:
