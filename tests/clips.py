@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from rlinf_vl.data.clips import clip_of, clip_ref, is_clip
+from rlinf_vl.prove.reference import behind_clips
 from rlinf_vl.types import ImageRef
 
 #: Sizes of tiny members with the toy's tokenizer, see `sglang_toy.write_member`.
@@ -83,6 +84,13 @@ def transformers_inputs(processor, ids: np.ndarray, images) -> dict:
 def transformers_logprobs(processor, model, sequence, banned: np.ndarray) -> torch.Tensor:
     """Log-probability of each sampled token by transformers' own forward, float32 [R]."""
     inputs = transformers_inputs(processor, sequence.ids, [image for image, _ in sequence.images])
+    if "video_grid_thw" in inputs:
+        # Text begins behind a clip's largest position, which transformers 5 differs from.
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids")
+        grids = {name: inputs[name] for name in names if name in inputs}
+        positions, _ = model.model.get_rope_index(inputs["input_ids"], **grids)
+        is_frame = inputs["input_ids"][0] == processor.image_tokens.video_id
+        inputs["position_ids"] = behind_clips(positions, is_frame)
     model.model.rope_deltas = None
     logits = model(**inputs).logits[0].float()
     logits = logits.masked_fill(torch.from_numpy(banned), -torch.inf)

@@ -281,7 +281,9 @@ def test_every_verb_that_is_named_exists(capsys: pytest.CaptureFixture[str]):
     verbs = {
         verb
         for page in PAGES
-        for verb in re.findall(r"-m rlinf_vl (\w[\w-]*)", page.read_text(encoding="utf-8"))
+        for verb in re.findall(
+            r"(?m)(?:^|`)rlinf-vl ([a-z][\w-]*)", page.read_text(encoding="utf-8")
+        )
     }
     assert {"toy", "export", "report"} <= verbs
     for verb in verbs:

@@ -146,9 +146,9 @@ def test_a_tower_of_powers_in_a_box_is_a_wrong_answer(rank, monkeypatch):
     monkeypatch.setattr(rank.processor, "decode", lambda ids: rf"\boxed{{{TOWER}}}")
     summary, _ = generate(rank, Task("g", "train", 0, (1, 2)))["g"]
     assert (
-        values(summary, "error") == (None, None)
+        all(error.startswith("ungradable: math: no verdict") for error in values(summary, "error"))
         and sum(values(summary, "ungradable")) == 2
-        and values(summary, "reward") == (-0.5, -0.5)
+        and not any(values(summary, "correct"))
     )
 
 
