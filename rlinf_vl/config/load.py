@@ -72,7 +72,7 @@ def load_config(
     config_name: str,
     overrides: Sequence[str] = (),
     further: Sequence[Rule] = (),
-    here: bool = True,
+    needs_machine: bool = True,
 ) -> Config:
     """Compose, type-check, normalise and validate one run's configuration.
 
@@ -81,13 +81,13 @@ def load_config(
             the working directory.
         overrides: Hydra overrides, such as `runner.max_steps=3` or
             `data.train_data_paths=[/a/b.parquet]`.
-        further, here: as in `validate_config`.
+        further, needs_machine: as in `validate_config`.
 
     Raises:
         ConfigError: with every problem found.
     """
     config = parse_config(config_name, overrides)
-    validate_config(config, further, here)
+    validate_config(config, further, needs_machine)
     return config
 
 

@@ -29,12 +29,14 @@ from rlinf_vl.user_code import CodeError, check_code, is_code
 Rule = Callable[[Config], Iterable[str]]
 
 
-def validate_config(config: Config, further: Sequence[Rule] = (), here: bool = True) -> None:
+def validate_config(
+    config: Config, further: Sequence[Rule] = (), needs_machine: bool = True
+) -> None:
     """Raise `ConfigError` with every problem of a typed, normalised config.
 
     Args:
         further: additional rules.
-        here: whether the run is to begin on this machine, which then needs its data and packages.
+        needs_machine: whether the run is to begin on this machine, which then needs its data and packages.
     """
     rules: list[Rule] = [
         _values,
@@ -54,7 +56,7 @@ def validate_config(config: Config, further: Sequence[Rule] = (), here: bool = T
         vision_problems,
         actor_problems,
         _reward,
-        *((_data_files, _trackers) if here else ()),
+        *((_data_files, _trackers) if needs_machine else ()),
         *further,
     ]
     # Each message once: the same data may be both trained and validated on.

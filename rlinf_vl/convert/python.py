@@ -65,9 +65,9 @@ def settings(text: str, read_command: Callable[[str], dict[str, Any]]) -> dict[s
     tree = ast.parse(re.sub(r"(?m)^\s*[%!].*$", "", text))  # without a notebook's magics
     command_settings = read_command(ast.get_docstring(tree) or "")
     callees = {_callee(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    others = sorted(callees & _OTHER_TRAINERS)
-    if others and not callees & {"GRPOConfig", "GRPOTrainer"}:
-        raise ValueError(f"it uses {others[0]}; only GRPOConfig is converted. {OTHERS}")
+    other_trainers = sorted(callees & _OTHER_TRAINERS)
+    if other_trainers and not callees & {"GRPOConfig", "GRPOTrainer"}:
+        raise ValueError(f"it uses {other_trainers[0]}; only GRPOConfig is converted. {OTHERS}")
     origins = _origins(tree)
     names = _Names(tree, command_settings)
     file_settings: dict[str, Any] = {}

@@ -167,8 +167,10 @@ def _words(text: str, variables: _Variables, splits: bool = True) -> list[str]:
                 # The word's own blanks were quoted: they split nothing.
                 value = _expanded(word.translate(_HIDDEN_BLANKS), variables)
                 parts = value.split() if splits and "$" in word else [value]
-                shown = [part.translate(_SHOWN_BLANKS) for part in parts]
-                expanded = [_expanded(part.replace(_QUOTED, "$"), variables) for part in shown]
+                visible_parts = [part.translate(_SHOWN_BLANKS) for part in parts]
+                expanded = [
+                    _expanded(part.replace(_QUOTED, "$"), variables) for part in visible_parts
+                ]
                 words += [part.replace(_LITERAL, "$") for part in expanded]
     except ValueError:  # prose, or an unclosed quote
         return []

@@ -221,7 +221,7 @@ class Advisor:
         """Return the ledger of the config with these changes; None where it is not valid."""
         config = applied(self.config, changes)
         try:
-            validate_config(config, here=False)
+            validate_config(config, needs_machine=False)
             return ledger(config, hardware, self._model(config), placement)
         except (ConfigError, ValueError):  # ValueError: this model can't have the adapters
             return None

@@ -70,7 +70,7 @@ def costs(
             if layout in layouts:
                 continue
             layouts.append(layout)
-            validate_config(changed, here=False)
+            validate_config(changed, needs_machine=False)
             time = estimate(changed, model, hardware, rates, lengths, placement)
         except (ConfigError, ValueError):
             continue

@@ -297,7 +297,7 @@ class Search:
         try:
             config = self._applied(changes)
             if check:
-                validate_config(config, here=False)
+                validate_config(config, needs_machine=False)
             nodes = (self.hardware.gpus,) * self.hardware.nodes
             placement = placement_of(config, nodes)
             model = self._model(config, passes)

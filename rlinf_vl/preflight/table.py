@@ -87,7 +87,7 @@ def _gib(size: int) -> str:
 def main(arguments: argparse.Namespace) -> int:
     """Run `rlinf-vl preflight CONFIG`; return 0 if it fits, 1 if it does not."""
     # Often asked on another machine than the run's, without its data and trackers.
-    config = load_config(arguments.config, arguments.overrides, here=False)
+    config = load_config(arguments.config, arguments.overrides, needs_machine=False)
     if config.cluster.device == "cpu" and not arguments.time:
         raise ConfigError(
             "cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda"

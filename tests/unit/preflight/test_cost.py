@@ -99,7 +99,7 @@ def test_the_steps_are_those_of_the_rows_that_are_here(tmp_path):
 def test_a_config_is_counted_without_its_data_and_trackers():
     overrides = ["data.train_data_paths=[/nowhere/rows.parquet]", "data.val_data_paths=[]"]
     overrides += ["runner.logger.logger_backends=[trackio]"]
-    load_config("qwen3-vl-2b-grpo-fsdp-geo3k", overrides, here=False)
+    load_config("qwen3-vl-2b-grpo-fsdp-geo3k", overrides, needs_machine=False)
     with pytest.raises(ConfigError) as caught:
         load_config("qwen3-vl-2b-grpo-fsdp-geo3k", overrides)
     assert any("no file '/nowhere/rows.parquet'" in problem for problem in caught.value.problems)
