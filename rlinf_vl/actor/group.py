@@ -186,6 +186,11 @@ class ActorGroup:
         metrics = step_metrics(self.wait([state for state, _ in pending]))
         return metrics, [logprobs for _, logprobs in pending]
 
+    def replay_weights(self) -> ray.ObjectRef:
+        """Let the ranks gather a small model's weights, and return rank 0's reference to them,
+        without waiting: see `Trainer.replay_weights`."""
+        return [rank.call.remote("trainer.replay_weights") for rank in self.ranks][0]
+
     def reference_kl(self, minibatches: Sequence[Sequence[RankMiniBatch]]) -> TurnKl:
         """Return the reference KL of all trajectories that the ranks are about to train on.
 

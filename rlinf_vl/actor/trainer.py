@@ -9,6 +9,7 @@ agreed before the first micro-batch. So neither loss nor gradient depends on how
 packed or who trains them.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,7 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.recompute import checkpoint_blocks
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.metrics import MetricSums
+from rlinf_vl.observe.replay_file import MAX_WEIGHT_BYTES
 from rlinf_vl.observe.spans import span
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.types import Group
@@ -470,26 +472,47 @@ class Trainer:
         return (total, n_tokens) if self.mesh.reports else (0.0, 0)
 
     def weights(
-        self, dtype: torch.dtype, device: str = "cpu"
+        self, dtype: torch.dtype, device: str = "cpu", *, everything: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and whole value of every weight that the engines need, on `device`.
 
         Names are the transformers model's own; values are cast once to `dtype`. A tied weight
         appears once. Of a model with adapters, the weights that these change, with them added; or
-        the adapters, in float32 and by their own names (`actor.model.lora.sync`). Every rank must
+        the adapters, in float32 and by their own names (`actor.model.lora.sync`). With `everything`,
+        weights that engines have already, too, and adapters are always added. Every rank must
         exhaust it; on the device `meta` one rank alone may.
         """
-        for name, value in whole_tensors(self._sharded_weights(dtype, device)):
+        for name, value in whole_tensors(self._sharded_weights(dtype, device, everything)):
             yield name, value.to(device)
 
+    @torch.no_grad()
+    def replay_weights(self, max_bytes: float = MAX_WEIGHT_BYTES) -> dict[str, np.ndarray]:
+        """Return a copy of all weights, by the model's own names, for a replay of the coming step.
+
+        {} on other ranks than the first, and if their float32 has more than `max_bytes`.
+        Collective.
+        """
+        n_bytes = sum(4 * math.prod(shape_of(p)) for p in self.policy.model.parameters())
+        if n_bytes > max_bytes:
+            return {}
+        values = self.weights(torch.float32, everything=True)
+        if dist.get_world_size() == 1 and not self.actor.model.is_lora:
+            # Nothing is to be gathered or added, and this takes a seventh of the time.
+            named = self.policy.model.named_parameters()
+            local = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in named)
+            values = ((name, value.detach().float().cpu()) for name, value in local)
+        # A copy: on a CPU, the whole value of a weight may be the memory that is trained.
+        copies = {name: value.numpy().copy() for name, value in values}
+        return copies if dist.get_rank() == 0 else {}
+
     def _sharded_weights(
-        self, dtype: torch.dtype, device: str
+        self, dtype: torch.dtype, device: str, everything: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what `weights` does, sharded as the parameters are; on the device `meta` whole."""
-        merged = self.actor.model.lora.sync == "merged"
+        merged = everything or self.actor.model.lora.sync == "merged"
         for name, param, adapter in engine_weights(self.policy.model, merged):
             # The engines have the frozen weights from their own start.
-            engines_have_it = not self.frozen_differ and not self.sends_frozen
+            engines_have_it = not (self.frozen_differ or self.sends_frozen or everything)
             if not param.requires_grad and adapter is None and engines_have_it:
                 continue
             stays_float32 = is_adapter(name) or self.policy.family.stays_float32(name)

@@ -142,6 +142,7 @@ def train(
                 metrics["actor/restarts"] = log.count("actors_restarted")
                 # The guard scores on the ranks, which need the GPU for it.
                 gpu.to_ranks(learner)
+                log.recorder.keep_weights(step, learner.replay_weights)
                 try:
                     metrics |= guard.check(step, batch.scored, batch.to_score)
                 except EngineMismatch as error:

@@ -59,6 +59,8 @@ class Recorder:
         #: Batches of the steps that have not ended, and summaries of the groups in them, by step.
         self._batches: dict[int, list[Batch]] = {}
         self._groups: dict[int, list[GroupSummary]] = {}
+        #: Weights before these steps, of a small model.
+        self._weights: dict[int, Reference] = {}
         #: Whether nobody has waited for the writer's last call yet, and the groups that it reads.
         self._writing = False
         self._groups_in_call: list[GroupSummary] = []
@@ -82,6 +84,11 @@ class Recorder:
         # Seeded by the step, so that a resumed run records the groups that it would have recorded.
         generator = random.Random(f"{self._seed} {split} {step * (split == 'train')}")
         return sorted(generator.sample(range(n), n_recorded))
+
+    def keep_weights(self, step: int, weights: Callable[[], Reference]) -> None:
+        """Keep the weights before a step until it ends: an alarm is judged when they are gone."""
+        if self._writer is not None:
+            self._weights[step] = weights()
 
     def record(
         self,
@@ -108,8 +115,9 @@ class Recorder:
         `rlinf-vl replay`, too."""
         groups = self._groups.pop(step, [])
         batches = self._batches.pop(step, [])
-        reasons = (replay_reason,) if replay_reason else ()
-        return self._start("write", step, batches, *reasons, groups=groups)
+        weights = self._weights.pop(step, {})
+        replay = (replay_reason, weights) if replay_reason else ()
+        return self._start("write", step, batches, *replay, groups=groups)
 
     def records(self, step: int) -> bool:
         """Return whether trained groups of this step will be written at its end."""
@@ -119,7 +127,7 @@ class Recorder:
     def drop_after(self, step: int) -> None:
         """Drop the records of later steps than this one, those that have not ended included; -1:
         drop all."""
-        self._batches, self._groups = {}, {}
+        self._batches, self._groups, self._weights = {}, {}, {}
         self._start("drop_after", step)
 
     def close(self) -> list[GroupSummary]:

@@ -1,9 +1,10 @@
 """The process of a `TrajectoryWriter`: a Ray actor that reads groups from the object store."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -21,14 +22,20 @@ class TrajectoryWriter(trajectory_writer.TrajectoryWriter):
     def process(self) -> tuple[str, int]:
         return where()
 
-    def write(self, step: int, batches: Sequence[Batch], replay_reason: str = "") -> bool:
+    def write(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        replay_reason: str = "",
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> bool:
         fetched: list[GroupBatch] = []
         for split, references, advantages, logprobs in batches:
             # A group that was lost with its worker was trained on all the same: only its record
             # lacks.
             groups = fetch_surviving(references)
             fetched.append((split, groups, advantages, ray.get(list(logprobs))))
-        return super().write(step, fetched, replay_reason)
+        return super().write(step, fetched, replay_reason, weights)
 
 
 class RemoteWriter:

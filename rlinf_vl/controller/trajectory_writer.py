@@ -59,11 +59,18 @@ class TrajectoryWriter:
     def drop_after(self, step: int) -> None:
         self._store.drop_after(step)
 
-    def write(self, step: int, batches: Sequence[GroupBatch], replay_reason: str = "") -> bool:
+    def write(
+        self,
+        step: int,
+        batches: Sequence[GroupBatch],
+        replay_reason: str = "",
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> bool:
         """Write the step's file; send samples of a validation to the trackers. Returns False when
         the disk limit is reached.
 
-        With a `replay_reason`, also write the step's trained groups for `rlinf-vl replay`.
+        With a `replay_reason`, also write the step's trained groups for `rlinf-vl replay`, with
+        the `weights` before the step, if there are any.
         """
         for split, groups, advantages, rank_logprobs in batches:
             for g, group in groups.items():
@@ -75,7 +82,7 @@ class TrajectoryWriter:
                     step, split, group, advantages[g] if advantages else None, by_trajectory
                 )
         if replay_reason:
-            self._write_replay(step, batches, replay_reason)
+            self._write_replay(step, batches, replay_reason, weights or {})
         rows = spread([row for row in self._store.write(step) if row["split"] == "val"])
         if rows:
             self._samples.log_samples(
@@ -83,7 +90,13 @@ class TrajectoryWriter:
             )
         return not self._store.full
 
-    def _write_replay(self, step: int, batches: Sequence[GroupBatch], reason: str) -> None:
+    def _write_replay(
+        self,
+        step: int,
+        batches: Sequence[GroupBatch],
+        reason: str,
+        weights: Mapping[str, np.ndarray],
+    ) -> None:
         """Write the trained groups of a step for `rlinf-vl replay`; a failure is only logged."""
         trained = [batch[1:] for batch in batches if batch[0] == "train" and batch[2] is not None]
         try:
@@ -97,7 +110,7 @@ class TrajectoryWriter:
                 }
                 write_replay(
                     self._run_dir, self._model_path, step, groups, advantages, logprobs, reason,
-                    total_steps=max(1, self._max_steps),
+                    total_steps=max(1, self._max_steps), weights=weights,
                 )  # fmt: skip
         # A run is worth more than a file about it.
         except Exception as error:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlinf_vl.actor.batch_types import Logprobs, RankMiniBatch, TurnKl
@@ -66,6 +67,9 @@ class LocalLearner:
             step, rank_minibatches, used_advantages, set(used) & set(recorded), kl_scale
         )
         return step_metrics([state]), [logprobs]
+
+    def replay_weights(self) -> dict[str, np.ndarray]:
+        return self.rank.trainer.replay_weights()
 
     @torch.no_grad()
     def stage(self) -> None:

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ FORMAT = 1
 SUFFIX = ".replay"
 #: The folder of a run's replay files; as many, and as many bytes, as a run writes by itself.
 FOLDER, MAX_FILES, MAX_BYTES = "replays", 8, 2**26
+#: Bytes of a model's weights in float32 up to which a run puts them into a file by itself.
+MAX_WEIGHT_BYTES = 2**24
 #: Bytes of a model's files beside its weights up to which they are put into a file.
 MAX_MODEL_FILE_BYTES = 4_000_000
 #: (group, index of the trajectory in it).
@@ -59,6 +62,7 @@ class RecordedStep:
         messages: of the first prompt of each group, by group; {} where they are not known.
         engine_weights: by name, the fingerprint of a weight that the run's engine had.
         weights: the weights before the step by name, float32; {}: `model_path` has them.
+        weights_source: where `weights` come from; not written.
         model_path: the folder or hub name of the run's model.
         model_files: files of the model's folder beside the weights, by name.
         total_steps: of the run, for its learning rate.
@@ -80,6 +84,7 @@ class RecordedStep:
     messages: Mapping[int, Sequence[Message]] = field(default_factory=dict)
     engine_weights: Mapping[str, int] = field(default_factory=dict)
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    weights_source: str = "in the file"
     model_path: str = ""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     total_steps: int = 1
@@ -268,12 +273,13 @@ def write_replay(
     reason: str,
     *,
     total_steps: int,
+    weights: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Path | None:
     """Write groups of a step that a run has found fault with; None if its folder has its share of
     such files.
 
-    The file has no weights: a replay computes them again from the run's checkpoints. Its
-    mini-batch has the groups one by one, and its denominator counts their tokens alone.
+    Without `weights` before the step, a replay computes them again from the run's checkpoints. The
+    file's mini-batch has the groups one by one, and its denominator counts their tokens alone.
     """
     folder = run_dir / FOLDER
     files = list(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
@@ -300,6 +306,7 @@ def write_replay(
         (PlannedMiniBatch(used, max(1, n_tokens)),) if used else (),
         tuple(tuple(tuple(turns) for turns in advantages[g]) for g in numbers),
         train_logprobs={(place[g], i): x for (g, i), x in train_logprobs.items() if g in place},
+        weights=weights,
         model_path=model_path,
         model_files=model_files(Path(model_path)),
         total_steps=total_steps,

@@ -106,6 +106,7 @@ def read_step(path: Path, prepare: PrepareToys, trust_run_code: bool = False) ->
     return replace(
         step,
         weights=computed.weights,
+        weights_source=computed.weights_source,
         model_files=step.model_files or computed.model_files,
         model_path=computed.model_path,
         engine_weights=step.engine_weights or computed.engine_weights,

@@ -28,13 +28,20 @@ def size_text(step: RecordedStep) -> str:
     return ", ".join(counts)
 
 
+def weights_text(step: RecordedStep) -> str:
+    """Return where the weights of a replay come from, in words."""
+    if step.weights:
+        return step.weights_source
+    return "random, of the model's shape" if step.random_weights else f"of {step.model_path}"
+
+
 def _counted(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def table(outcome: Outcome, step: RecordedStep, subject: Subject, config: Config) -> str:
     """Return the outcome for people."""
-    lines = [f"step {step.step}: {size_text(step)}"]
+    lines = [f"step {step.step}: {size_text(step)}", f"weights: {weights_text(step)}"]
     if step.reason:
         lines.append(f"written because {step.reason}")
     lines += ["", f"{'quantity':<34}{'sides':<22}{'largest':>11}{'bound':>11}"]
@@ -135,6 +142,7 @@ def as_json(
     result: dict[str, Any] = {
         "step": step.step,
         "reason": step.reason,
+        "weights": weights_text(step),
         "sound": outcome.sound,
         "agreements": [entry(agreement) for agreement in outcome.agreements],
         "left_out": outcome.left_out,

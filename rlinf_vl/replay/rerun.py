@@ -8,6 +8,7 @@ sampled again.
 
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import torch
 from omegaconf import OmegaConf
 
 from rlinf_vl.config.load import parse_config
@@ -32,8 +32,6 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.local.learner import LocalLearner, LocalSync
 from rlinf_vl.local.pool import LocalPool
 from rlinf_vl.local.supervise import DirectWriter, settled_process
-from rlinf_vl.models.lora import engine_weights, with_adapter
-from rlinf_vl.models.nf4 import dense
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.replay_file import RecordedStep, model_files
 from rlinf_vl.observe.status import StatusFile
@@ -146,6 +144,7 @@ def record_run(
         messages=messages,
         engine_weights={} if shape_only else captured.engine_weights,
         weights={} if shape_only else captured.weights,
+        weights_source=f"computed again from {start or 'the first weights'}",
         model_path=model_path,
         model_files=model_files(Path(model_path)),
         total_steps=total_steps,
@@ -188,7 +187,7 @@ def _rerun(
                 gpu=gpu, sync=sync, log=run_log, start=start,
             )  # fmt: skip
         captured.groups = learner.step_groups[: config.data.rollout_batch_size]
-        captured.weights = dict(_weights(learner))
+        captured.weights = learner.rank.trainer.replay_weights(math.inf)
         for name in captured.weights:
             fingerprint = pool.engine.fingerprint([name])
             if fingerprint is not None:
@@ -221,16 +220,6 @@ def _local(config: Config, folder: Path) -> Config:
     runner.logger.logger_backends = []
     runner.trajectories.interval = 0
     return config
-
-
-def _weights(learner: LocalLearner) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and value of every weight, adapters added."""
-    with torch.no_grad():
-        for name, weight, adapter in engine_weights(learner.rank.trainer.policy.model, True):
-            value = dense(weight).detach()
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value  # pyright: ignore[reportAttributeAccessIssue]
-            value = with_adapter(value, adapter) if adapter else value
-            yield name, value.float().cpu().numpy().copy()
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 that shows why."""
 
 import json
+import shutil
 
 import pytest
 
 from rlinf_vl.__main__ import main
 from rlinf_vl.engines.torch.sampling import Sampler
+from rlinf_vl.observe import alarms
 from rlinf_vl.observe.replay_file import RecordedStep
 from rlinf_vl.report import build_report
 
@@ -45,6 +47,28 @@ def test_a_step_of_a_sound_run_agrees(small, tmp_path, capsys):
     assert "has steps 1 to 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_an_alarms_replay_needs_no_checkpoint_of_its_step(
+    small, tmp_path, backend, monkeypatch, capsys
+):
+    """The alarm begins behind the second update: the file has the weights before it, on both backends."""
+    monkeypatch.setattr(alarms, "WINDOW", 1)
+    monkeypatch.setattr(alarms, "MISMATCH", 0.0)
+    monkeypatch.setattr(alarms, "MISMATCH_GROWTH", 0.0)
+    keys = ["runner.max_steps=2", "runner.save_interval=-1", f"cluster.backend={backend}"]
+    assert main(["train", "toy-grpo-cpu", *small, *keys]) == 0
+    file = shutil.move(tmp_path / "run/replays/step_2.replay", tmp_path / "sent.replay")
+    shutil.rmtree(tmp_path / "run")
+    capsys.readouterr()
+    assert main(["replay", str(file), "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["sound"] and outcome["weights"] == "in the file"
+    compared = {(entry["stage"], entry["sides"][0]) for entry in outcome["agreements"]}
+    # Equal to the run's own engine and trainer: these are its weights of that step.
+    assert {("rollout logprobs", "run"), ("old logprobs", "run")} <= compared
+    assert {("logprobs", "engine"), ("weight after the step", "trainer")} <= compared
+
+
 def test_a_run_that_the_guard_ends_writes_its_replay(small, tmp_path, monkeypatch, capsys):
     init = Sampler.__init__
 
@@ -57,7 +81,8 @@ def test_a_run_that_the_guard_ends_writes_its_replay(small, tmp_path, monkeypatc
         assert main(["train", "toy-grpo-cpu", *small]) == 1
     run = tmp_path / "run"
     file = run / "replays" / "step_1.replay"
-    assert "stale" in RecordedStep.read(file).reason
+    step = RecordedStep.read(file)
+    assert "stale" in step.reason and step.weights
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [e["message"] for e in events if e["kind"] == "replay_written"][0].endswith(str(file))
     assert f"rlinf-vl replay {file}" in build_report([run]).read_text()

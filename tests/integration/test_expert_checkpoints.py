@@ -102,6 +102,12 @@ def sent(*layout):
         for name, shape, first, value in trainer.parts(torch.float32)
     ]
     assert dist.get_world_size() == 1 or len(weights) == len(parts)
+    replayed = trainer.replay_weights()
+    if dist.get_rank() == 0:
+        assert all(np.array_equal(replayed[name], value) for name, value in weights.items())
+        assert len(replayed) == len(list(trainer.policy.model.parameters()))
+    else:
+        assert replayed == {}
     return weights, parts
 
 

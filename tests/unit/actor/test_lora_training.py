@@ -215,6 +215,14 @@ def exported(folder, toy_folder, tmp_path):
     return merged, base
 
 
+def assert_replays(trainer, merged):
+    """A replay file gets all weights of the merged model; of a larger model than it may have, none."""
+    replayed, expected = trainer.replay_weights(), dict(merged.named_parameters())
+    assert replayed.keys() == expected.keys()
+    assert all(np.array_equal(replayed[n], value.numpy()) for n, value in expected.items())
+    assert trainer.replay_weights(max_bytes=4 * sum(v.numel() for v in expected.values())) == {}
+
+
 @torch.no_grad()
 def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
     """Loaded by transformers and by peft themselves: the logprobs of peft's own forward with the trainer's adapters."""
@@ -222,6 +230,7 @@ def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
     merged, base = exported(folder, toy_folder, tmp_path)
     for name, value in trainer.weights(torch.float32):
         torch.testing.assert_close(merged.get_parameter(name), value, atol=0, rtol=0)
+    assert_replays(trainer, merged)
     said = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(toy_folder) and said["r"] == 16
     ids = torch.arange(20, 60)[None]
@@ -274,6 +283,7 @@ def test_a_quantized_runs_export_is_its_dequantized_base_and_its_adapters(
     }
     for name, value in sent.items():
         torch.testing.assert_close(merged.get_parameter(name), value, atol=0, rtol=0)
+    assert_replays(trainer, merged)
     before = logprobs(base, ids)
     loaded = PeftModel.from_pretrained(
         in_4_bits(base, ["model.visual", "lm_head"]), tmp_path / "adapters"

@@ -215,6 +215,9 @@ class FakeLearner:
             for i in items
         ]
 
+    def replay_weights(self):
+        return {"weight": self.weight}
+
     def update(self, step, minibatches, advantages, recorded, kl_scale, then):
         then()
         self.trained.append(list(self.fetched))

@@ -5,16 +5,18 @@ import math
 import signal
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from unit.controller.fakes import START, FakeLearner, FakePool, FakeRun
 
 from rlinf_vl.controller.loop import RunState, TooManyBadSteps
 from rlinf_vl.controller.mismatch import EngineMismatch
+from rlinf_vl.controller.recorder import Recorder
 from rlinf_vl.controller.tasks import make_tasks
 from rlinf_vl.data.bad_rows import TooManyBadRows
 from rlinf_vl.errors import RunError
-from rlinf_vl.observe import spans
+from rlinf_vl.observe import alarms, spans
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.checkpoints import CheckpointFailed
 from rlinf_vl.runtime.ray_process import ActorsLost
@@ -235,6 +237,31 @@ def test_a_run_whose_learner_is_lost_goes_back_and_ends_the_same(undisturbed, fo
     )
     assert [row["step"] for row in run.rows("ledger")] == [1, 2, 3, 4, 5, 6]
     assert read_status(folder)["workers"][0]["restarts"] == 1 == run.rows()[-1]["actor/restarts"]
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_replay_gets_the_weights_before_its_step(folder, monkeypatch, schedule):
+    """An alarm is judged when they are gone, with a validation beside the next step even later."""
+    monkeypatch.setattr(alarms, "WINDOW", 1)
+    gap = "actor/rollout_train_abs_diff_mean"
+    weights = {}  # before each update
+
+    def strike(step):
+        weights[step] = {"weight": run.learner.weight}
+        return {gap: 0.2 if step == 4 else 0.01}
+
+    run = FakeRun(folder, f"runner.schedule={schedule}", learner=FakeLearner(strike))
+    run.config.runner.trajectories.interval = 1
+    calls, replays = [], {}
+    writer = SimpleNamespace(
+        begin=lambda *call: calls.append(call), result=lambda timeout_s: True, kill=lambda: None
+    )
+    run.log.recorder = Recorder(run.config.runner, lambda: writer, run.log.event)
+    run.train()
+    for method, *arguments in calls:
+        if method == "write" and len(arguments) > 2:
+            step, _, _, replays[step] = arguments
+    assert replays == {4: weights[4]} and weights[4] != weights[3]
 
 
 def test_a_crash_between_a_checkpoint_and_its_log_line_loses_no_line(

@@ -132,6 +132,7 @@ def test_a_run_writes_replays_within_bounds(clean_step, tmp_path, monkeypatch):
             logprobs,
             "stale weights",
             total_steps=9,
+            weights={"w": np.float32([step])},
         )
         for step in (4, 5, 6, 5)
     ]
@@ -141,7 +142,9 @@ def test_a_run_writes_replays_within_bounds(clean_step, tmp_path, monkeypatch):
     assert [group.id for group in step.groups] == ["g0", "g2"]
     assert step.minibatches[0].trajectories == [(g, i) for g in range(2) for i in range(3)]
     assert step.advantages[1] == clean_step.advantages[2] and list(step.train_logprobs) == [(1, 1)]
-    assert step.reason == "stale weights" and not step.weights and step.run == str(tmp_path)
+    assert (
+        step.reason == "stale weights" and step.weights == {"w": [5]} and step.run == str(tmp_path)
+    )
 
 
 @pytest.mark.slow
