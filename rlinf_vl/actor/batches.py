@@ -95,7 +95,10 @@ class BatchMaker:
         self.collate = collate
         self.cache = cache
         self.max_tokens = max_tokens
-        self._collate = replace(collate, pixels=None if cache else PixelCache(self.pixels))
+        #: Whoever knows the next step's images may call it ahead, from any thread. None with a
+        #: `cache`, for which `prepare` makes the pixels.
+        self.pixel_cache = None if cache else PixelCache(self.pixels)
+        self._collate = replace(collate, pixels=self.pixel_cache)
 
     def without_cache(self) -> "BatchMaker":
         return BatchMaker(self.policy, self.collate, None, self.max_tokens)

@@ -39,6 +39,7 @@ from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.local.learner import LocalLearner
 from rlinf_vl.local.supervise import settled_process
+from rlinf_vl.models.processing import PixelCache
 from rlinf_vl.rollout.demonstrations import imitated_group
 from rlinf_vl.rollout.observation import observe
 from rlinf_vl.rollout.row_check import processor_of, renderer_of
@@ -113,8 +114,9 @@ def warm_start(
         with settled_process(config) as device:
             log = RunLog(config, Path(run_dir), _no_writer, bar)
             rng = np.random.default_rng([seed, steps])
-            readers = DemonstrationReader(config, model_path, toy, rng)
             learner = LocalLearner(config, model_path, device, steps)
+            pixels = learner.rank.trainer.batches.pixel_cache
+            readers = DemonstrationReader(config, model_path, toy, rng, pixels)
             rows = range(steps * toy.batch_size)
             data = DatasetPlan(
                 EpochSampler(rows, toy.batch_size, shuffle=False, seed=seed),
@@ -180,16 +182,24 @@ def _no_writer() -> Any:
 class DemonstrationReader:
     """The `Readers` of a warm start: draws a task's demonstrations, in a thread beside training.
 
-    Row number n is the n-th conversation of the random stream, so rows are read in order.
+    Row number n is the n-th conversation of the random stream, so rows are read in order. With
+    `pixels`, the learner's cache, the thread also makes the images' pixels, for which training
+    would wait.
     """
 
     restarts = turnover = 0
 
     def __init__(
-        self, config: Config, model_path: str, toy: task.Toy, rng: np.random.Generator
+        self,
+        config: Config,
+        model_path: str,
+        toy: task.Toy,
+        rng: np.random.Generator,
+        pixels: PixelCache | None = None,
     ) -> None:
         self._demonstrate = toy.demonstrate
         self._rng = rng
+        self._pixels = pixels
         self._processor = processor_of(config, model_path)
         self._renderer = renderer_of(config, self._processor)
         self._thread = ThreadPoolExecutor(1)
@@ -204,6 +214,8 @@ class DemonstrationReader:
                 group = imitated_group(self._renderer, problem, name)
                 summary = GroupSummary.of(group, self._processor.placeholder_ids)
                 groups.append((summary, group))
+                for image, _ in group.images if self._pixels else ():
+                    self._pixels(image)
             return groups
 
         return self._thread.submit(read)

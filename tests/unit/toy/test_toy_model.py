@@ -14,6 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rlinf_vl.data.images import decode
 from rlinf_vl.local import warm_start
+from rlinf_vl.models.processing import PixelCache
 from rlinf_vl.toy import drawings as task
 from rlinf_vl.toy import files as toy_files
 from rlinf_vl.toy import model as toy
@@ -218,6 +219,20 @@ def test_the_warm_start_has_the_ids_and_labels_of_that_batch(name, tmp_path: Pat
     torch.testing.assert_close(
         torch.cat([p["pixel_values"] for p in pixels]), batch["pixel_values"]
     )
+
+
+def test_the_warm_start_makes_pixels_ahead_of_training(checkpoint: Path) -> None:
+    config = warm_start.recipe(task.TOY, str(checkpoint), str(checkpoint), 1, 1)
+    made: list[str] = []
+    cache = PixelCache(lambda image: np.zeros(made.append(image.hash) or 1))
+    reader = warm_start.DemonstrationReader(
+        config, str(checkpoint), task.TOY, np.random.default_rng(2), cache
+    )
+    groups = reader.result(reader.begin("train", {"a": 0, "b": 1}))
+    reader.stop()
+    images = [image for _, group in groups for image, _ in group.images]
+    assert made == [image.hash for image in images] and len(made) == 2
+    assert cache(images[0]).size == 1 and len(made) == 2
 
 
 def test_planted_miscount_has_the_stated_frequency_and_consistent_arithmetic() -> None:
