@@ -15,8 +15,9 @@ from rlinf_vl.weights.process_group import WeightGroup
 MEMORY_TAGS = ("weights", "kv_cache")
 #: Weights up to this share of a GPU's memory stay on the GPU while the trainer runs.
 SMALL_WEIGHTS = 0.1
-#: Left free of a GPU by `rollout.gpu_memory_utilization: auto` where an engine wakes beside a rank: neither side's allocator gives
-#: all of its memory back, and the engine takes its whole KV cache at once.
+#: Left free of a GPU, at least, by `rollout.gpu_memory_utilization: auto` where an engine wakes
+#: beside a rank: neither side's allocator gives all of its memory back, and the engine takes its
+#: whole KV cache at once.
 WAKE_RESERVE_BYTES = int(2.5 * 2**30)
 
 

@@ -85,9 +85,7 @@ class Fit:
         return " ".join(map(str, self.changes))
 
     def __str__(self) -> str:
-        peak, phase = max(gpu.peak for gpu in self.ledger.gpus)
-        usable = self.ledger.hardware.usable / GIB
-        return f"at most {peak / GIB:.1f} of {usable:.1f} GiB, in {phase}"
+        return _peak_text(self.ledger)
 
 
 class Advisor:
@@ -359,7 +357,6 @@ def _lowers(config: Config, change: Change) -> bool:
 
 def _gains(old_ledger: Ledger, new_ledger: Ledger) -> str:
     """Describe the memory of each phase of a problem after the changes, and the fullest phase."""
-    usable = old_ledger.hardware.usable
     gains: list[str] = []
     for old_gpu, new_gpu in zip(old_ledger.gpus, new_ledger.gpus, strict=True):
         for phase, parts in old_gpu.phases.items():
@@ -371,8 +368,13 @@ def _gains(old_ledger: Ledger, new_ledger: Ledger) -> str:
                 gains.append(
                     f"{phase} takes {new_total / GIB:.1f} instead of {old_total / GIB:.1f} GiB"
                 )
-    peak, phase = max(gpu.peak for gpu in new_ledger.gpus)
-    return ", ".join([*gains, f"at most {peak / GIB:.1f} of {usable / GIB:.1f} GiB in {phase}"])
+    return ", ".join([*gains, _peak_text(new_ledger)])
+
+
+def _peak_text(memory_ledger: Ledger) -> str:
+    """Describe the fullest phase of all GPUs."""
+    fullest = max(memory_ledger.gpus, key=lambda gpu: gpu.peak)
+    return fullest.peak_text(memory_ledger.hardware.usable)
 
 
 def _cards(hardware: Hardware, card: int) -> str:

@@ -37,6 +37,10 @@ from rlinf_vl.weights.strategy import Site, choose_strategy
 
 #: Memory left free: for the driver, and for what this ledger omits.
 RESERVE_BYTES = GIB
+#: Memory beside `RESERVE_BYTES` that an `auto` share of collocated engines leaves free. No GPU has
+#: measured yet what a wake, CUDA graphs and NCCL's communicators of eight ranks take beyond what is
+#: counted, and a share that is too high ends a run where one that is too low costs some cache.
+MARGIN_BYTES = 3 * GIB
 #: Above this, SGLang's activations and graphs have too little room by its own rules.
 MOST_SHARE = 0.85
 #: Keys of `actor.fsdp_config` that the ledger settles where they are `auto`.
@@ -86,6 +90,16 @@ class Gpu:
     def peak(self) -> tuple[int, str]:
         """The fullest phase: (bytes, phase)."""
         return max((sum(parts.values()), phase) for phase, parts in self.phases.items())
+
+    def peak_text(self, usable: int) -> str:
+        """Describe the fullest phase, and a margin that is smaller than `MARGIN_BYTES`."""
+        peak, phase = self.peak
+        text = f"at most {peak / GIB:.1f} of {usable / GIB:.1f} GiB, in {phase}"
+        if not 0 <= usable - peak < MARGIN_BYTES:
+            return text
+        return (
+            f"{text}, with {(usable - peak) / GIB:.1f} free where {MARGIN_BYTES / GIB:g} are safe"
+        )
 
 
 @dataclass(frozen=True)
@@ -205,23 +219,23 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
         + received_bytes
         + (sum(rank_phases["generate"].values()) if is_shared else 0)
     )
-    wake_bytes = WAKE_RESERVE_BYTES - RESERVE_BYTES if is_shared else 0
-    # In steps of a hundredth, as a user would write it.
-    fitting_share = (
-        math.floor(100 * (hardware.usable - wake_bytes - other_bytes) / share_base) / 100
-    )
-    configured_share = config.rollout.gpu_memory_utilization
-    share = (
-        max(0.0, min(MOST_SHARE, fitting_share))
-        if isinstance(configured_share, str)
-        else configured_share
-    )
-    kv_bytes = max(0, int(share * share_base) - engine_weights)
     # An engine must hold one group of the longest responses.
     smallest_share = (
         engine_weights
         + config.algorithm.group_size * (config.runner.seq_length * per_token + per_row)
     ) / share_base
+    share = config.rollout.gpu_memory_utilization
+    if isinstance(share, str):
+        free_bytes = hardware.usable - other_bytes
+        wake_bytes = WAKE_RESERVE_BYTES - RESERVE_BYTES if is_shared else 0
+        fitting_share = _rounded_share(free_bytes - wake_bytes, share_base)
+        if is_shared:
+            # A full GPU gives up the margin before it gives up the run.
+            roomy_share = _rounded_share(free_bytes - MARGIN_BYTES, share_base)
+            needed_share = math.ceil(100 * smallest_share) / 100
+            fitting_share = min(fitting_share, max(roomy_share, needed_share))
+        share = max(0.0, min(MOST_SHARE, fitting_share))
+    kv_bytes = max(0, int(share * share_base) - engine_weights)
     with_weights = {"engine weights": engine_weights} | engine
     with_cache = {"KV cache": kv_bytes} | with_weights
     gpus = []
@@ -262,6 +276,11 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
         config, hardware, tuple(gpus), share, kv_token_bytes // per_token, trace, model.shape_source
     )
     return replace(memory_ledger, problems=tuple(_problems(memory_ledger, smallest_share)))
+
+
+def _rounded_share(available_bytes: int, share_base: int) -> float:
+    """Return the share of the engine's memory in whole hundredths, as a user would write it."""
+    return math.floor(100 * available_bytes / share_base) / 100
 
 
 def _problems(memory_ledger: Ledger, smallest_share: float) -> Iterator[str]:

@@ -10,7 +10,15 @@ from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import cost, layout_table
 from rlinf_vl.preflight.advice import advise
 from rlinf_vl.preflight.gpu_parts import GIB, PARTS
-from rlinf_vl.preflight.ledger import AUTOMATIC, Gpu, Hardware, Ledger, largest_budget, ledger
+from rlinf_vl.preflight.ledger import (
+    AUTOMATIC,
+    MARGIN_BYTES,
+    Gpu,
+    Hardware,
+    Ledger,
+    largest_budget,
+    ledger,
+)
 from rlinf_vl.preflight.model import Model
 
 
@@ -30,12 +38,12 @@ def render(memory_ledger: Ledger, largest: int = 0, advice: Sequence[str] = ()) 
         "",
     ]
     for gpu in memory_ledger.gpus:
-        peak, phase = gpu.peak
-        peak_line = (
-            f"- {gpu.role}: at most {peak / GIB:.1f} of {hardware.usable / GIB:.1f} GiB, in {phase}"
-        )
-        lines += [*_table(gpu), "", peak_line, ""]
-    auto = " (auto)" if config.rollout.gpu_memory_utilization == "auto" else ""
+        lines += [*_table(gpu), "", f"- {gpu.role}: {gpu.peak_text(hardware.usable)}", ""]
+    auto = ""
+    if config.rollout.gpu_memory_utilization == "auto":
+        auto = " (auto)"
+        if memory_ledger.gpus[0].role == "collocated" and not memory_ledger.problems:
+            auto = f" (auto, which leaves {MARGIN_BYTES / GIB:g} GiB free where it can)"
     lines += [
         f"- rollout.gpu_memory_utilization {memory_ledger.share:.2f}{auto}: a KV cache of "
         f"{memory_ledger.kv_tokens} tokens, {memory_ledger.kv_tokens // config.runner.seq_length} "

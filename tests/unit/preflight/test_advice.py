@@ -91,7 +91,9 @@ def test_advice_fits_when_it_is_done_and_none_of_it_can_be_left_out(shallow, ove
     after = made(shallow, *overrides, *advised, on=on)
     assert not after.problems
     peak, phase = max(gpu.peak for gpu in after.gpus)
-    assert f"at most {peak / 2**30:.1f} of {on.usable / 2**30:.1f} GiB in {phase}" in line
+    assert f"at most {peak / 2**30:.1f} of {on.usable / 2**30:.1f} GiB, in {phase}" in line
+    free = on.usable - peak
+    assert (f", with {free / 2**30:.1f} free where 3 are safe" in line) == (free < 3 * 2**30)
     for some in itertools.combinations(advised, len(advised) - 1):
         with contextlib.suppress(ConfigError):  # or it is no valid config without that
             assert made(shallow, *overrides, *some, on=on).problems, f"{some} is enough"

@@ -9,7 +9,15 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.engines.base import WAKE_RESERVE_BYTES
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.ledger import Hardware, largest_budget, ledger, settled_configs
+from rlinf_vl.preflight.ledger import (
+    MARGIN_BYTES,
+    RESERVE_BYTES,
+    Gpu,
+    Hardware,
+    largest_budget,
+    ledger,
+    settled_configs,
+)
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.table import render
 
@@ -173,7 +181,31 @@ def test_auto_leaves_a_reserve_where_engines_wake_beside_ranks(model):
     (gpu,) = made_here.gpus
     free = made_here.hardware.gpu_bytes - sum(gpu.phases["generate"].values())
     assert made_here.share < 0.85
-    assert WAKE_RESERVE_BYTES <= free < WAKE_RESERVE_BYTES + 0.011 * made_here.hardware.gpu_bytes
+    margin = RESERVE_BYTES + MARGIN_BYTES
+    assert margin <= free < margin + 0.011 * made_here.hardware.gpu_bytes
+    assert "(auto, which leaves 3 GiB free where it can)" in render(made_here)
+
+
+def test_auto_gives_up_its_margin_before_the_cache_of_a_group(model):
+    """On the smallest card that holds a group of responses at all."""
+    roomy = made(model, "actor.enable_offload=false")
+    parts = roomy.gpus[0].phases["generate"]
+    config = roomy.config
+    group_tokens = config.algorithm.group_size * config.runner.seq_length
+    group_bytes = group_tokens * parts["KV cache"] / roomy.kv_tokens
+    others = sum(parts.values()) - parts["KV cache"]
+    card = Hardware(1, int(others + group_bytes + WAKE_RESERVE_BYTES + 0.25 * GIB))
+    tight = made(model, "actor.enable_offload=false", on=card)
+    free = card.gpu_bytes - sum(tight.gpus[0].phases["generate"].values())
+    assert tight.kv_tokens >= group_tokens
+    assert WAKE_RESERVE_BYTES <= free < RESERVE_BYTES + MARGIN_BYTES
+
+
+def test_a_margin_that_is_too_small_is_said():
+    gpu = Gpu("collocated", {"train": {"activations": 20 * GIB}})
+    assert gpu.peak_text(24 * GIB) == "at most 20.0 of 24.0 GiB, in train"
+    assert gpu.peak_text(22 * GIB).endswith(", with 2.0 free where 3 are safe")
+    assert gpu.peak_text(19 * GIB) == "at most 20.0 of 19.0 GiB, in train"
 
 
 @pytest.mark.slow
