@@ -8,15 +8,15 @@ import runpy
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rlinf_vl.config.load import parse_config
+from rlinf_vl.config.placement import shares_slots
 from rlinf_vl.preflight.gpu_kinds import kind_of_size
 from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.ledger import Hardware
 from rlinf_vl.preflight.model import Model
 from rlinf_vl.preflight.rates import rates_of
-from rlinf_vl.preflight.search import PLACEMENT, Found, Layout, Search
+from rlinf_vl.preflight.search import Found, Layout, Search
 from rlinf_vl.preflight.step_time import usual_lengths
 
 PAGE = Path(__file__).with_name("cost.md")
@@ -45,11 +45,11 @@ COLUMNS = (
 def shown(layout: Layout) -> list[str]:
     """Return the cells of a layout, but for the first."""
     config, fsdp = layout.config, layout.config.actor.fsdp_config
-    placement: dict[str, str] = next(x.value for x in layout.changes if x.key == PLACEMENT)
+    placement = config.cluster.component_placement
     offloads = {"cpu_offload": fsdp.cpu_offload, "enable_offload": config.actor.enable_offload}
     peak = max(gpu.peak[0] for gpu in layout.ledger.gpus)
     return [
-        placement.get("actor", "all, shared"),
+        "all, shared" if shares_slots(placement) else str(placement["actor"]),
         str(config.rollout.tensor_parallel_size),
         str(fsdp.expert_parallel_size),
         fsdp.gradient_checkpointing,
@@ -64,10 +64,9 @@ def shown(layout: Layout) -> list[str]:
 
 def chosen(found: Found) -> list[Layout]:
     """Return the best layout that shares its GPUs, and the best that splits them."""
-    by_kind: dict[int, Layout] = {}
+    by_kind: dict[bool, Layout] = {}
     for layout in found.layouts:
-        placement: Any = next(x.value for x in layout.changes if x.key == PLACEMENT)
-        by_kind.setdefault(len(placement), layout)
+        by_kind.setdefault(shares_slots(layout.config.cluster.component_placement), layout)
     return list(by_kind.values())
 
 

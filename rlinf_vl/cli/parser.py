@@ -436,7 +436,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     argument("--price", type=float, metavar="DOLLARS", help="of a GPU and hour, with --time")
     argument(
-        "--host-memory", type=float, metavar="GIB", help="of a machine (default 128 for each GPU)"
+        "--host-memory", type=float, metavar="GIB", help="of a machine (default 216 for each GPU)"
     )
     argument("--prompt-tokens", type=float, help="mean of a prompt, images included")
     argument("--image-tokens", type=float, help="mean of a prompt's images")

@@ -1,13 +1,14 @@
 """Estimate what a run costs: seconds of each phase, hours, tokens and dollars; `preflight --time`.
 
 The rates are those that `calibrate` measured on this machine with this model, or the assumed ones
-of a kind of GPU. Every split of the slots is combined with every schedule that it allows. A
-run's folder has the estimate of its own layout (`prediction`).
+of a kind of GPU. Every split of the slots is combined with every schedule that it allows. The
+splits, the memory and the ranking are those of `preflight --search`. A run's folder has the estimate
+of its own layout (`prediction`).
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlinf_vl.config.placement import Placement, placement_of, slots_named
@@ -17,17 +18,23 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.data.sources import open_source
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.advice import Change, applied
+from rlinf_vl.preflight.advice import applied
 from rlinf_vl.preflight.decoding import Lengths
-from rlinf_vl.preflight.layout_table import kind_of, lengths_of, lengths_text
-from rlinf_vl.preflight.ledger import Hardware, ledger
+from rlinf_vl.preflight.layout_table import assumptions, lengths_text
+from rlinf_vl.preflight.ledger import Hardware
 from rlinf_vl.preflight.model import Model
-from rlinf_vl.preflight.prediction import UNBOUNDED, known_rates, settled_on_cpu
-from rlinf_vl.preflight.rates import Rates, rates_of
-from rlinf_vl.preflight.step_time import PHASES, StepTime, estimate_step, usual_lengths
+from rlinf_vl.preflight.prediction import UNBOUNDED, settled_on_cpu
+from rlinf_vl.preflight.rates import Rates
+from rlinf_vl.preflight.search import (
+    fastest_first,
+    fitting_memory,
+    host_limit,
+    overrides_text,
+    variants,
+)
+from rlinf_vl.preflight.step_time import PHASES, StepTime, estimate_step
 
 SCHEDULES = ("sync", *SCHEDULES_AHEAD)
-PLACEMENT = "cluster.component_placement"
 #: Beginnings of data sets that an estimate neither fetches nor draws.
 UNCOUNTED_ROWS = ("hf://", "verifiers://", *TOYS)
 
@@ -46,6 +53,11 @@ class Cost:
     steps: int | None
 
     @property
+    def name(self) -> str:
+        """The overrides, or that there are none."""
+        return self.overrides or "as it is"
+
+    @property
     def hours(self) -> float:
         """Hours of the run; of a hundred steps where their number is unknown."""
         return self.time.total * (self.steps or 100) / 3600
@@ -56,13 +68,18 @@ class Cost:
 
 
 def costs(
-    config: Config, model: Model, hardware: Hardware | None, rates: Rates, lengths: Lengths
+    config: Config,
+    model: Model,
+    hardware: Hardware | None,
+    rates: Rates,
+    lengths: Lengths,
+    host_gib: float | None = None,
 ) -> list[Cost]:
-    """Estimate every split and schedule that is valid and fits; the config's own comes first."""
+    """Estimate every split and schedule that is valid and fits, the fastest first."""
     estimates: list[Cost] = []
     steps = steps_of(config)
     layouts: list[tuple[object, ...]] = []
-    for changes in _variants(config, hardware):
+    for changes in variants(config, hardware, SCHEDULES):
         try:
             changed = applied(config, changes)
             placement = placement_on(changed, hardware)
@@ -71,12 +88,12 @@ def costs(
                 continue
             layouts.append(layout)
             validate_config(changed, needs_machine=False)
-            time = estimate(changed, model, hardware, rates, lengths, placement)
+            time = estimate(changed, model, hardware, rates, lengths, placement, host_gib)
         except (ConfigError, ValueError):
             continue
         if time is not None:
-            estimates.append(Cost(" ".join(map(str, changes)), time, steps))
-    return estimates
+            estimates.append(Cost(overrides_text(changes), time, steps))
+    return fastest_first(estimates)
 
 
 def steps_of(config: Config) -> int | None:
@@ -110,38 +127,23 @@ def estimate(
     rates: Rates,
     lengths: Lengths,
     placement: Placement,
+    host_gib: float | None = None,
 ) -> StepTime | None:
-    """Estimate a step; None where the config does not fit the GPUs. `hardware`: None for a CPU."""
+    """Estimate a step; None where the config does not fit.
+
+    Args:
+        hardware: None for a CPU.
+        host_gib: memory of a machine; None: what `preflight --search` assumes.
+    """
     if hardware is None:
         config = settled_on_cpu(config)
         return estimate_step(config, model, placement, rates, lengths, UNBOUNDED)
-    memory = ledger(config, hardware, model, placement)
-    if memory.problems:
+    fit = fitting_memory(config, hardware, model, placement, host_limit(hardware, host_gib))
+    if fit is None:
         return None
+    memory, _ = fit
     # The ledger's config has values for what is automatic.
     return estimate_step(memory.config, model, placement, rates, lengths, memory.kv_tokens)
-
-
-def _variants(config: Config, hardware: Hardware | None) -> Iterator[tuple[Change, ...]]:
-    """Yield changes of placement and schedule; none at first."""
-    yield ()
-    if hardware is None:
-        slots = slots_named(config)
-    else:
-        slots = hardware.gpus if hardware.nodes == 1 else hardware.nodes
-    word = "nodes " if hardware is not None and hardware.nodes > 1 else ""
-    together = f"0-{slots - 1}" if hardware is None else "all"
-    placements = [{"actor,rollout": together}]
-    for actor in sorted({round(slots * share) for share in (0.25, 0.5, 0.75)}):
-        if 0 < actor < slots:
-            halves = (0, actor - 1), (actor, slots - 1)
-            a, b = (f"{first}-{last}" if first < last else str(first) for first, last in halves)
-            placements.append({"actor": word + a, "rollout": word + b})
-    for schedule in SCHEDULES:
-        for placement in placements:
-            # Engines that share slots with ranks take turns, so nothing can be ahead.
-            if schedule == "sync" or len(placement) > 1:
-                yield Change(PLACEMENT, placement), Change("runner.schedule", schedule)
 
 
 def render(
@@ -171,11 +173,21 @@ def render(
             f"{cost.time.tokens_per_slot:.0f}",
             *([f"{cost.dollars(price):.2f}"] if price else []),
         ]
-        lines.append(f"| {cost.overrides or 'as it is'} | {' | '.join(cells)} |")
-    fastest = min(estimates, key=lambda cost: cost.hours)
-    cheapest = min(estimates, key=lambda cost: cost.hours * cost.time.slots)
-    lines += ["", f"- fastest: {fastest.overrides or 'as it is'}"]
-    lines.append(f"- cheapest: {cheapest.overrides or 'as it is'}")
+        lines.append(f"| {cost.name} | {' | '.join(cells)} |")
+    schedule = config.runner.schedule
+    # Another schedule trains on answers of older weights: it is no layout of the same run.
+    alike = [cost for cost in estimates if cost.time.schedule == schedule]
+    lines.append("")
+    if alike:
+        cheapest = min(alike, key=lambda cost: cost.hours * cost.time.slots)
+        lines.append(f"- fastest with runner.schedule={schedule}: {alike[0].name}")
+        lines.append(f"- cheapest with runner.schedule={schedule}: {cheapest.name}")
+    if estimates[0] not in alike:
+        lines.append(f"- fastest with another schedule: {estimates[0].name}")
+    if config.cluster.device != "cpu":
+        lines.append(
+            "- 'preflight --search' ranks these beside layouts with other engines and shards"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -185,20 +197,12 @@ def _seconds(value: float) -> str:
 
 def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> int:
     """Print the cost of each split and schedule; return 0 if any fits, 1 if none does."""
-    calibrated = known_rates(config)
+    rates, lengths = assumptions(arguments, config)
     on_cpu = config.cluster.device == "cpu"
-    if on_cpu and calibrated is None:
-        raise ConfigError(
-            f"rollout.model.model_path: {config.rollout.model.model_path} has not been measured on "
-            f"this machine's CPU; run 'rlinf-vl calibrate {arguments.config}' first"
-        )
-    if calibrated is None or (not on_cpu and arguments.gpu_kind is not None):
-        rates, base = rates_of(kind_of(arguments)), usual_lengths(config)
-    else:
-        rates, base = calibrated
-    lengths = lengths_of(arguments, base)
     model = Model(config)
-    estimates = costs(config, model, None if on_cpu else hardware, rates, lengths)
+    estimates = costs(
+        config, model, None if on_cpu else hardware, rates, lengths, arguments.host_memory
+    )
     if not estimates:
         sys.stdout.write("no split fits: see preflight --search\n")
         return 1

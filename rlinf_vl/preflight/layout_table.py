@@ -10,18 +10,19 @@ from rlinf_vl.preflight.decoding import Lengths
 from rlinf_vl.preflight.gpu_kinds import GPU_KINDS, GpuKind, kind_of_size
 from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.ledger import Hardware
-from rlinf_vl.preflight.rates import rates_of
-from rlinf_vl.preflight.search import Found, Search
+from rlinf_vl.preflight.prediction import known_rates
+from rlinf_vl.preflight.rates import Rates, rates_of
+from rlinf_vl.preflight.search import Found, Search, host_limit
 from rlinf_vl.preflight.step_time import PHASES, usual_lengths
 
 
 def render_layouts(
-    config: Config, hardware: Hardware, kind: GpuKind, lengths: Lengths, result: Found
+    config: Config, hardware: Hardware, rates: Rates, lengths: Lengths, result: Found
 ) -> str:
     """Return the output of `preflight --search` as Markdown."""
     name = config.runner.experiment_name
     lines = [
-        f"{name} on {hardware} ({kind.name}): {len(result.layouts)} of {result.tried} layouts",
+        f"{name} on {hardware}: {len(result.layouts)} of {result.tried} layouts; rates: {rates.source}",
         "",
         f"Assumed: {lengths_text(lengths)}.",
         "",
@@ -39,7 +40,8 @@ def render_layouts(
             f"{layout.host_bytes / GIB:.0f}",
         ]
         lines.append(f"| {number} | {' | '.join(cells)} |")
-    lines += ["", *(f"{n}. `{x.overrides}`" for n, x in enumerate(result.layouts, 1)), ""]
+    names = [f"`{layout.overrides}`" if layout.changes else "as it is" for layout in result.layouts]
+    lines += ["", *(f"{number}. {name}" for number, name in enumerate(names, 1)), ""]
     for layout_name, problems in result.natural:
         lines += [f"- {layout_name}, does not fit: {problem}" for problem in problems]
     if not result.layouts:
@@ -80,18 +82,40 @@ def kind_of(arguments: argparse.Namespace) -> GpuKind:
     return GPU_KINDS[arguments.gpu_kind]
 
 
+def assumptions(arguments: argparse.Namespace, config: Config) -> tuple[Rates, Lengths]:
+    """Return the rates and lengths of an estimate.
+
+    They are those that `calibrate` measured here with the model, or a kind of GPU's and the usual
+    lengths; lengths that options name come first.
+
+    Raises:
+        ConfigError: the run is on a CPU that was not measured.
+    """
+    calibrated = known_rates(config)
+    on_cpu = config.cluster.device == "cpu"
+    if on_cpu and calibrated is None:
+        raise ConfigError(
+            f"rollout.model.model_path: {config.rollout.model.model_path} has not been measured on "
+            f"this machine's CPU; run 'rlinf-vl calibrate {arguments.config}' first"
+        )
+    if calibrated is None or (not on_cpu and arguments.gpu_kind is not None):
+        rates, lengths = rates_of(kind_of(arguments)), usual_lengths(config)
+    else:
+        rates, lengths = calibrated
+    return rates, lengths_of(arguments, lengths)
+
+
 def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> int:
     """Search layouts of the config; return 0 if any fits, 1 if none does."""
-    kind, lengths = kind_of(arguments), lengths_of(arguments, usual_lengths(config))
-    host = arguments.host_memory
+    rates, lengths = assumptions(arguments, config)
     search = Search(
         config,
         hardware,
-        rates_of(kind),
+        rates,
         lengths,
-        host_bytes=int(host * GIB) if host else None,
+        host_bytes=host_limit(hardware, arguments.host_memory),
         report=lambda text: print(text, file=sys.stderr, flush=True),
     )
     result = search.run()
-    sys.stdout.write(render_layouts(config, hardware, kind, lengths, result))
+    sys.stdout.write(render_layouts(config, hardware, rates, lengths, result))
     return 0 if result.layouts else 1

@@ -9,7 +9,8 @@ without any activations is not traced. Experts are shared out wherever ranks can
 Rows are cut up (`context_parallel_size`) and optimizer states kept by the CPU (`cpu_offload`) only
 for placements of a kind, shared or split, where nothing fits without. Recomputation and
 `reshard_after_forward` are what the ledger makes of `auto` with the smallest budget, or those that
-take the least memory, with a larger budget.
+that take the least memory, with a larger budget. The config's own layout and `variants` of it,
+which `preflight --time` estimates, are in the ranking, so that the two verbs agree.
 
 Memory between two budgets is from traces of both (`Model.interpolates`); the layouts that are
 reported are counted again from traces of their own budget (`Model.by_layers`).
@@ -18,10 +19,11 @@ reported are counted again from traces of their own budget (`Model.by_layers`).
 import copy
 import itertools
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from rlinf_vl.config.placement import Placement, placement_of
+from rlinf_vl.config.placement import Placement, placement_of, slots_named
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
@@ -61,6 +63,16 @@ CLOSED_FORMS, BUDGETS, EXACT = "closed forms", "budgets", "exact"
 HOST_GIB_PER_GPU = 216
 
 
+class Estimate(Protocol):
+    """A config's layout with the time that a step of it is estimated to take."""
+
+    @property
+    def time(self) -> StepTime: ...
+
+
+T = TypeVar("T", bound=Estimate)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A layout that fits.
@@ -80,7 +92,7 @@ class Layout:
     @property
     def overrides(self) -> str:
         """The changes as a command line has them, quoted for a shell."""
-        return " ".join(shlex.quote(str(change)) for change in self.changes)
+        return overrides_text(self.changes)
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,71 @@ class Found:
     layouts: tuple[Layout, ...]
     tried: int
     natural: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def overrides_text(changes: Iterable[Change]) -> str:
+    """Return changes as a command line has them, quoted for a shell."""
+    return " ".join(shlex.quote(str(change)) for change in changes)
+
+
+def fastest_first(estimates: Iterable[T]) -> list[T]:
+    """Return estimates in the order in which all of preflight ranks them."""
+    return sorted(estimates, key=lambda estimate: estimate.time.total)
+
+
+def variants(
+    config: Config, hardware: Hardware | None, schedules: Iterable[str]
+) -> Iterator[tuple[Change, ...]]:
+    """Yield changes of placement and schedule; none at first. `hardware`: None for a CPU."""
+    yield ()
+    if hardware is None:
+        slots = slots_named(config)
+        # A mode would not name the slots that a private cluster of a CPU is to have.
+        placements = [({"actor,rollout": f"0-{slots - 1}"}, slots, True)]
+        placements += _splits(slots, "", 1)
+    else:
+        placements = placements_on(hardware)
+    for schedule in schedules:
+        for placement, _, is_shared in placements:
+            # Engines that share slots with ranks take turns, so nothing can be ahead.
+            if schedule == "sync" or not is_shared:
+                yield Change(PLACEMENT, placement), Change("runner.schedule", schedule)
+
+
+def placements_on(hardware: Hardware) -> list[tuple[dict[str, str], int, bool]]:
+    """Return each placement, its number of ranks, and whether engines share their GPUs."""
+    gpus, nodes = hardware.gpus, hardware.nodes
+    # As a mode it can be pasted: a shell and Hydra would both take keys with commas apart.
+    collocated = {"actor,rollout": "collocated"}, gpus * nodes, True
+    splits = _splits(nodes, "nodes ", gpus) if nodes > 1 else _splits(gpus, "", 1)
+    return [collocated, *splits]
+
+
+def _splits(total: int, word: str, ranks: int) -> list[tuple[dict[str, str], int, bool]]:
+    """Return the placements that give the actor a share of `total` units with `ranks` slots each."""
+    splits: list[tuple[dict[str, str], int, bool]] = []
+    for actor in sorted({round(share * total) for share in SPLITS}):
+        if 0 < actor < total:
+            entries = (0, actor - 1), (actor, total - 1)
+            a, b = (f"{x}-{y}" if x < y else str(x) for x, y in entries)
+            splits.append(({"actor": word + a, "rollout": word + b}, actor * ranks, False))
+    return splits
+
+
+def host_limit(hardware: Hardware, named_gib: float | None) -> int:
+    """Return the bytes of a machine's memory: what a user named, or `HOST_GIB_PER_GPU`."""
+    return int((named_gib or HOST_GIB_PER_GPU * hardware.gpus) * GIB)
+
+
+def fitting_memory(
+    config: Config, hardware: Hardware, model: Model, placement: Placement, host_bytes: int
+) -> tuple[Ledger, int] | None:
+    """Return the memory of GPUs and of the host, of which there are `host_bytes`; None: no fit."""
+    memory = ledger(config, hardware, model, placement)
+    if memory.problems:
+        return None
+    needed_bytes = sum(host_memory(config, model, placement, hardware.gpu_bytes).values())
+    return (memory, needed_bytes) if needed_bytes <= host_bytes else None
 
 
 class Search:
@@ -120,7 +197,7 @@ class Search:
             report: is told what the search is doing.
         """
         self.config, self.hardware, self.rates, self.lengths = config, hardware, rates, lengths
-        self.host_bytes = host_bytes or HOST_GIB_PER_GPU * GIB * hardware.gpus
+        self.host_bytes = host_bytes or host_limit(hardware, None)
         self.report = report
         self.tried = 0
         self.models = {} if models is None else models
@@ -147,10 +224,11 @@ class Search:
                 fitting += layouts
                 if number % 20 == 0:
                     self.report(f"counted {number} of {len(roomy)}: {len(fitting)} fit")
-        fitting.sort(key=lambda layout: layout.time.total)
-        confirmed = tuple(itertools.islice(self._confirmed(fitting), max_layouts))
-        ranked = sorted(confirmed, key=lambda layout: layout.time.total)
-        return Found(tuple(ranked), self.tried, natural)
+        for changes in variants(self.config, self.hardware, [self.config.runner.schedule]):
+            if layout := self._counted(changes):
+                fitting.append(layout)
+        confirmed = itertools.islice(self._confirmed(fastest_first(fitting)), max_layouts)
+        return Found(tuple(fastest_first(confirmed)), self.tried, natural)
 
     def _natural(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield the problems of the config's own layout, and of halves of the GPUs."""
@@ -176,7 +254,7 @@ class Search:
         """
         strategies = ("fsdp2", "hsdp") if self.hardware.nodes > 1 else ("fsdp2",)
         candidates: list[tuple[bool, tuple[Change, ...]]] = []
-        for placement, ranks, is_shared in self._placements():
+        for placement, ranks, is_shared in placements_on(self.hardware):
             if ranks % context or is_shared not in kinds:
                 continue
             offloads = (False, True) if is_shared and not cpu_offload else (False,)
@@ -203,22 +281,6 @@ class Search:
         """Return whether these changes fit without any activations, by closed forms."""
         smallest = Change(BUDGET, min_budget(self.config))
         return self._fits((*changes, smallest), CLOSED_FORMS) is not None
-
-    def _placements(self) -> Iterator[tuple[dict[str, str], int, bool]]:
-        """Yield a placement, its number of ranks, and whether engines share their GPUs."""
-        gpus, nodes = self.hardware.gpus, self.hardware.nodes
-        # As a mode it can be pasted: a shell and Hydra would both take keys with commas apart.
-        yield {"actor,rollout": "collocated"}, gpus * nodes, True
-        if self.config.rollout.rollout_backend != "sglang" and gpus * nodes == 1:
-            return
-        total, word = (nodes, "nodes ") if nodes > 1 else (gpus, "")
-        for share in SPLITS:
-            actor = round(share * total)
-            if 0 < actor < total:
-                entries = (0, actor - 1), (actor, total - 1)
-                a, b = (f"{x}-{y}" if x < y else str(x) for x, y in entries)
-                split = {"actor": word + a, "rollout": word + b}
-                yield split, actor * (gpus if nodes > 1 else 1), False
 
     def _engines(self) -> Iterator[tuple[Change, ...]]:
         """Yield the changes of engines: their size, and how experts and attention share it.
@@ -301,14 +363,10 @@ class Search:
             nodes = (self.hardware.gpus,) * self.hardware.nodes
             placement = placement_of(config, nodes)
             model = self._model(config, passes)
-            memory = ledger(config, self.hardware, model, placement)
+            fit = fitting_memory(config, self.hardware, model, placement, self.host_bytes)
         except (ConfigError, ValueError):
             return None
-        if memory.problems:
-            return None
-        parts = host_memory(config, model, placement, self.hardware.gpu_bytes)
-        host_bytes = sum(parts.values())
-        return (model, placement, memory, host_bytes) if host_bytes <= self.host_bytes else None
+        return (model, placement, *fit) if fit else None
 
     def _counted(
         self, changes: tuple[Change, ...], passes: str = BUDGETS, *, check: bool = False
@@ -329,12 +387,13 @@ class Search:
         """Yield the first layout of each placement and size of engines, counted exactly."""
         kinds = set()
         for layout in fitting:
-            kind = str([change for change in layout.changes if change.key in (PLACEMENT, TP)])
+            kind = placement_of(layout.config, (self.hardware.gpus,) * self.hardware.nodes)
             if kind in kinds:
                 continue
             self.report(f"tracing {layout.overrides}")
             confirmed = self._counted(layout.changes, EXACT, check=True)
-            if confirmed is None:  # the line through two traces was a little below the third
+            # The line through two traces may be a little below the third.
+            if confirmed is None and layout.changes and layout.changes[-1].key == BUDGET:
                 smaller = int(0.9 * layout.changes[-1].value) // 512 * 512
                 budget = Change(BUDGET, max(min_budget(self.config), smaller))
                 changes = (*layout.changes[:-1], budget)

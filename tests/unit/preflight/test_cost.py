@@ -67,7 +67,8 @@ def test_the_verb_names_the_cheapest_and_the_fastest(capsys):
     # Split as it is, collocated, and split with two schedules ahead.
     assert len(rows) == 4
     assert "runner.schedule=async" in printed and "responses of 12" in printed
-    assert "- fastest: " in printed and "- cheapest: " in printed
+    assert "- fastest with runner.schedule=sync: " in printed
+    assert "- cheapest with runner.schedule=sync: " in printed
 
 
 def test_a_run_on_a_calibrated_machine_has_an_estimate(tmp_path):

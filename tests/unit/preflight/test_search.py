@@ -9,6 +9,7 @@ from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.validate import validate_config
+from rlinf_vl.preflight.cost import costs, render
 from rlinf_vl.preflight.gpu_kinds import kind_of_size
 from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.host_memory import host_memory
@@ -52,6 +53,29 @@ def test_what_is_found_fits_and_can_be_pasted(overrides):
         assert not memory.problems and memory.share == layout.ledger.share
 
 
+def test_time_and_search_agree_on_the_fastest(overrides):
+    """No layout of the run that `--time` lists is faster than the first that `--search` finds."""
+    own = [*overrides, "cluster.component_placement={actor: 0, rollout: 1}"]
+    own.append("actor.fsdp_config.gradient_checkpointing=none")
+    hardware, config = Hardware.named(2, 80), parse_config(FLAGSHIP, own)
+    rates, lengths = rates_of(kind_of_size(80)), usual_lengths(config)
+    estimates = costs(config, Model(config), hardware, rates, lengths)
+    alike = [cost for cost in estimates if cost.time.schedule == config.runner.schedule]
+    fastest, first = alike[0], found_on(hardware, own).layouts[0]
+    assert first.time.total <= fastest.time.total
+    printed = render(config, estimates, rates, lengths, None)
+    assert f"- fastest with runner.schedule=sync: {fastest.name}\n" in printed
+    validate_config(parse_config(FLAGSHIP, [*own, *shlex.split(fastest.overrides)]))
+
+
+def test_time_leaves_out_what_the_host_cannot_hold(overrides):
+    config = parse_config(FLAGSHIP, overrides)
+    rates, lengths = rates_of(kind_of_size(80)), usual_lengths(config)
+    one, model = Hardware.named(1, 80), Model(config)
+    assert costs(config, model, one, rates, lengths)
+    assert not costs(config, model, one, rates, lengths, host_gib=1)
+
+
 def test_host_memory_bounds_what_is_found(overrides):
     assert not found_on(Hardware.named(1, 80), overrides, host_bytes=2**30).layouts
 
@@ -60,7 +84,7 @@ def test_host_memory_bounds_what_is_found(overrides):
 def test_the_verb_finds_a_mixtures_layouts_and_says_why_natural_ones_fail(capsys):
     assert main(["preflight", FLAGSHIP, "--gpus", "8", "--search", *MIXTURE]) == 0
     printed = capsys.readouterr().out
-    assert "(h100)" in printed and "1. `" in printed
+    assert "rates: assumed shares of h100's" in printed and "1. `" in printed
     assert "as it is, does not fit: generate needs" in printed
 
 
