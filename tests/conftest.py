@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 os.environ.update(TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0")
 
+import guard
 import hypothesis
 import psutil
 import pytest
@@ -17,6 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 SESSION = "RLINF_VL_TEST_SESSION"
 #: Variables with the time, in seconds since the epoch, from which no slow test begins, or no test.
 SLOW_UNTIL, ALL_UNTIL = "RLINF_VL_SLOW_TESTS_UNTIL", "RLINF_VL_TESTS_UNTIL"
+# Before they are marked: what ends everything that has the mark of this run, once this process is gone.
+RUN = "RLINF_VL_TEST_RUN"
+if is_first := RUN not in os.environ:
+    subprocess.Popen(
+        [sys.executable, guard.__file__, str(os.getpid()), f"{RUN}={os.getpid()}"],
+        start_new_session=True,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL),
+    )
+    os.environ[RUN] = str(os.getpid())
 # Marks what this session starts, through any number of generations.
 os.environ[SESSION] = str(os.getpid())
 
@@ -46,15 +58,15 @@ def toy_folder(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what is spare, and the parameters that the mark `quick` of their test does not name."""
+    """Mark as slow what is nightly, whole runs, and the parameters that the mark `quick` of their test does not name."""
     for item in items:
-        if item.get_closest_marker("spare"):
+        quick = item.get_closest_marker("quick")
+        # The ids of several parameters of a test are joined by hyphens.
+        ids = f"-{item.callspec.id}-" if quick and quick.args else ""  # pyright: ignore[reportAttributeAccessIssue]
+        is_quick = quick and (not quick.args or any(f"-{name}-" in ids for name in quick.args))
+        is_whole = quick or item.get_closest_marker("e2e")
+        if item.get_closest_marker("nightly") or (is_whole and not is_quick):
             item.add_marker("slow")
-        if mark := item.get_closest_marker("quick"):
-            # The ids of several parameters of a test are joined by hyphens.
-            ids = f"-{item.callspec.id}-"  # pyright: ignore[reportAttributeAccessIssue]
-            if not any(f"-{name}-" in ids for name in mark.args):
-                item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
@@ -63,6 +75,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, is_meant in ((SLOW_UNTIL, item.get_closest_marker("slow")), (ALL_UNTIL, True)):
         if is_meant and time.time() > float(os.environ.get(name, "inf")):
             pytest.skip(f"the time for such tests is over ({name})")
+
+
+def pytest_keyboard_interrupt() -> None:
+    """End at once: the processes that run tests would finish theirs, which may take minutes."""
+    if is_first:
+        guard.end_all(f"{RUN}={os.getpid()}")
 
 
 def _left_running() -> list[psutil.Process]:

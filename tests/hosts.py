@@ -138,7 +138,7 @@ def hosts_with(cpus: list[int]) -> Iterator[list[Host]]:
     # No two sessions whose process ids are near have the same, as they would by the last digits only.
     block = (here // 250 + 17 * next(_CALLS)) % 50
     switch, subnet = f"rv{here}", f"10.{200 + block}.{here % 250}"
-    folder = Path(tempfile.mkdtemp(prefix="rc"))  # short: the paths of sockets are bounded
+    folder = Path(tempfile.mkdtemp(prefix=f"rc{here}-"))  # short: the paths of sockets are bounded
     hosts = [
         Host(
             i,

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from whole_run import LOCAL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 CONFIG = """# Which shape is it?
 defaults: [toy-grpo-cpu]

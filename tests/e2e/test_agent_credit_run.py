@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, GROUPS = 2, 6

@@ -12,7 +12,7 @@ from whole_run import metrics_of
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def frameworks_python(tmp_path_factory) -> Path:
     return python_with(tmp_path_factory.mktemp("frameworks"), "-r", str(requirements))
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_five_frameworks_train(frameworks_python, tmp_path):
     command = [
         *(sys.executable, "-m", "rlinf_vl", "train", "toy-grpo-cpu", "cluster.backend=local"),

@@ -18,7 +18,7 @@ from whole_run import (
     trajectories_of,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, GROUPS = 2, 6
@@ -65,7 +65,7 @@ def skip_if_a_digit_decided(runs: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=["toy-maze", pytest.param("toy-tool", marks=pytest.mark.spare)]
+    scope="module", params=["toy-maze", pytest.param("toy-tool", marks=pytest.mark.nightly)]
 )
 def runs(request, tmp_path_factory) -> tuple[Path, Path]:
     """The folders of the run that an agent plays, and of the one that the environment plays."""
@@ -127,7 +127,7 @@ def test_an_agents_calls_are_metrics(runs) -> None:
     "overrides",
     [
         pytest.param(AGENT, id="agent"),
-        pytest.param(("rollout.env_processes=1",), id="env", marks=pytest.mark.spare),
+        pytest.param(("rollout.env_processes=1",), id="env", marks=pytest.mark.nightly),
     ],
 )
 def test_users_code_in_processes_trains_on_ray(tmp_path, overrides) -> None:
@@ -139,7 +139,7 @@ def test_users_code_in_processes_trains_on_ray(tmp_path, overrides) -> None:
         assert 0 < row["env/success"] < 1 and row["env/turns"] == row["rollout/turns_mean"]
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_a_command_trains_on_ray(tmp_path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text((ROOT / "tests/command_agent.py").read_text())

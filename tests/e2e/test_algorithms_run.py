@@ -96,7 +96,6 @@ def test_groups_that_tie_were_replaced(run):
     assert sum(row["rollout/rounds"] for row in lines(run, "metrics")) > 3
 
 
-@pytest.mark.slow
 def test_its_checkpoint_goes_on_to_the_same_numbers(run, own, tmp_path):
     train(tmp_path, *own, f"runner.resume_dir={run / 'toy-grpo-cpu/checkpoints/global_step_2'}")
     before, after = (
@@ -117,7 +116,6 @@ def test_its_checkpoint_goes_on_to_the_same_numbers(run, own, tmp_path):
     assert lines(tmp_path, "ledger")[-1] == lines(run, "ledger")[-1]
 
 
-@pytest.mark.slow
 def test_code_that_fails_ends_the_run_with_its_name(own, tmp_path):
     said = train(tmp_path, own[0], own[1].replace(":plain", ":broken"), expect=1)
     assert "own.py:broken failed: KeyError: 'nothing here'" in said

@@ -12,7 +12,7 @@ from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
 from rlinf_vl.toy.buttons import Page, make_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, needs_browser]
+pytestmark = [pytest.mark.e2e, needs_browser]
 
 #: A grey drawn from the group's seed. The untrained model calls no tool, so its first answer is its last.
 PAGE = """<!doctype html><body><script>
@@ -50,7 +50,7 @@ def test_a_run_learns_from_what_pages_pay(tmp_path: Path) -> None:
     assert len({tuple(paths) for paths in table.images}) > 1
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_the_toy_clicks_in_a_browser(tmp_path: Path) -> None:
     """The model writes calls, and seldom where the buttons are."""
     run = played_run(

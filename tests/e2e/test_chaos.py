@@ -1,4 +1,4 @@
-"""Whole runs on three hosts that are struck at random; .ci/run has them, the other tests leave them out (they take five minutes).
+"""Whole runs on three hosts that are struck at random, for five minutes each.
 
 RLINF_VL_CHAOS_MINUTES: how long each run is struck, such as 30; without it, as short as stands beside each.
 """
@@ -16,7 +16,7 @@ MINUTES = os.environ.get("RLINF_VL_CHAOS_MINUTES")
 BESIDE_S = 1800
 
 pytestmark = [
-    pytest.mark.chaos,
+    pytest.mark.nightly,
     pytest.mark.e2e,
     pytest.mark.timeout(BESIDE_S + 240 * float(MINUTES or 5)),
     pytest.mark.skipif(not POSSIBLE, reason="needs root, and ip of iproute2"),

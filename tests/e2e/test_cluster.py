@@ -264,7 +264,6 @@ def test_a_run_across_both_hosts(cluster, second, tmp_path):
     assert all(row["actor/rollout_train_abs_diff_max"] <= 2e-4 for row in rows[-2:])
 
 
-@pytest.mark.slow
 def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local):
     joining = (
         "from rlinf_vl.config.load import load_config; from rlinf_vl.runtime import launch\n"
@@ -279,7 +278,6 @@ def test_an_environment_that_a_host_lacks_is_named_with_the_host(cluster, local)
 # --- the end of one, and the next -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_cluster_that_died_is_not_joined_but_replaced(cluster, head_file):
     """By addresses this time, the token from the environment; and a stranger's Ray on the machine is left alone."""
     head, other = cluster

@@ -20,7 +20,6 @@ NO_BROWSER = f"no browser: neither does CHROMIUM name one nor is {', '.join(BROW
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER),
-    pytest.mark.slow,
 ]
 
 ROOT = Path(__file__).resolve().parents[2]

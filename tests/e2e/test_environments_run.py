@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from whole_run import LOCAL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 GUESS = '''
 import asyncio, random

@@ -9,7 +9,7 @@ from whole_run import comparable, trajectories_of
 
 from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 RECIPE, STEPS = "toy-grpo-cpu-moe", 10
 #: Supervised steps after which a tenth to a third of the answers are right, and most tokens nearly certain. After 60, one of 6,000

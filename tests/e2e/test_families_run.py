@@ -9,7 +9,7 @@ from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 from rlinf_vl.__main__ import main
 from rlinf_vl.models.tiles import images_processor
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 #: The checkpoints know nothing yet; the bonus for entropy moves every weight.
 MOVING = (
@@ -24,7 +24,7 @@ MOVING = (
     [
         ("toy-qwen3_5", "toy-grpo-cpu-qwen3_5"),
         ("toy-internvl", "toy-grpo-cpu-internvl"),
-        pytest.param("toy-gemma3", "toy-grpo-cpu-gemma3", marks=pytest.mark.spare),
+        pytest.param("toy-gemma3", "toy-grpo-cpu-gemma3", marks=pytest.mark.nightly),
     ],
 )
 def test_engine_and_trainer_agree_over_updates(tmp_path, toy, recipe):

@@ -16,7 +16,7 @@ import pytest
 from rlinf_vl.toy.task import toy_dataset_path
 from tests.whole_run import LOCAL, comparable
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 #: An environment that fails where a row's other columns don't reach it.
 PROBE = """

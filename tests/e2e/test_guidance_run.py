@@ -7,7 +7,6 @@ from whole_run import metrics_of, played_run
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.slow
 def test_a_teacher_papo_and_corrupted_images_in_one_run(tmp_path, toy_folder):
     overrides = (
         f"algorithm.distillation.teacher_path={toy_folder}", "algorithm.papo={weight: 0.01, entropy_weight: 0.03}",

@@ -21,7 +21,7 @@ OLDEST = ("verifiers==0.1.14", "antlr4-python3-runtime==4.9.3")
 STEPS = 3
 IN_PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 
 def python_beside(folder: Path, *packages: str) -> str:
@@ -124,7 +124,7 @@ def test_an_environment_of_verifiers_trains_on_ray(hub_python, tmp_path):
     verifiers_run(hub_python, tmp_path)
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_the_oldest_verifiers_trains(oldest_python, tmp_path):
     """With the older `datasets` that it asks for."""
     verifiers_run(oldest_python, tmp_path, "cluster.backend=local")
@@ -154,7 +154,7 @@ def test_an_openenv_server_trains(hub_python, server, tmp_path):
         pytest.param(
             "oldest_python",
             ("data/test_verifiers_rows.py", "data/test_dataset.py", "-knot mixed"),
-            marks=pytest.mark.spare,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -20,7 +20,6 @@ RESOURCES = json.dumps({"CPU": 1, "GPU": 1})
 TOKEN = "7" * 64
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.e2e,
     pytest.mark.skipif(not POSSIBLE, reason="needs root, and ip of iproute2"),
 ]
@@ -95,7 +94,7 @@ def test_slurm_runs_a_part_on_each_node_and_has_the_exit_code(hosts, tmp_path):
     assert not list((ROOT / "results").glob(f".ray-head-{job}-*"))
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_kuberay_submits_the_job_to_pods_that_have_started_ray(hosts):
     spec = yaml.safe_load((LAUNCHERS / "rayjob.yaml").read_text())["spec"]
     cluster = spec["rayClusterSpec"]

@@ -106,7 +106,6 @@ def test_numbers_are_those_of_ray_to_the_digit(local, on_ray):
     pd.testing.assert_frame_equal(trajectories(local), trajectories(on_ray), check_exact=True)
 
 
-@pytest.mark.quick("local")
 @pytest.mark.parametrize("resumed_on", [ON_RAY, LOCAL], ids=["ray", "local"])
 def test_a_checkpoint_resumes_on_the_other_backend(local, on_ray, resumed_on, tmp_path):
     source = on_ray if resumed_on is LOCAL else local
@@ -244,7 +243,6 @@ def test_a_breakpoint_in_a_reward_and_an_interrupt_there(tmp_path):
     assert status["state"] == "stopped"
 
 
-@pytest.mark.slow
 def test_a_breakpoint_in_an_environment_that_is_quit(tmp_path):
     (tmp_path / "stops.py").write_text(ENVIRONMENT)
     overrides = [f"rollout.env_class={tmp_path}/stops.py:Stops", f"runner.output_dir={tmp_path}"]
@@ -253,7 +251,6 @@ def test_a_breakpoint_in_an_environment_that_is_quit(tmp_path):
         assert terminal.finish() != 0, terminal.text
 
 
-@pytest.mark.slow
 def test_a_breakpoint_in_a_loss(tmp_path):
     (tmp_path / "loss.py").write_text(LOSS)
     overrides = [

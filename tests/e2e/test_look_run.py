@@ -13,7 +13,7 @@ from rlinf_vl.__main__ import main
 from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, look_file
 from rlinf_vl.toy.drawings import GRID
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

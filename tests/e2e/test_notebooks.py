@@ -49,7 +49,6 @@ def warned(book) -> str:
     )
 
 
-@pytest.mark.slow
 def test_rows_and_a_reward_of_a_notebook_and_an_interrupt(tmp_path):
     kernel = Kernel("train", tmp_path)
     with kernel.client.setup_kernel():
@@ -118,7 +117,7 @@ def test_rows_and_a_reward_of_a_notebook_and_an_interrupt(tmp_path):
         assert kernel.run("1 + 1") == "2"
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_an_environment_of_a_notebook(tmp_path):
     kernel = Kernel("environment", tmp_path)
     kernel.client.execute()

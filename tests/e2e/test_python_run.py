@@ -11,7 +11,7 @@ import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/python.md"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 def test_the_script_of_the_page(tmp_path):

@@ -12,7 +12,7 @@ from rlinf_vl import train
 from rlinf_vl.config import load_config
 from rlinf_vl.local.warm_start import build_toy_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

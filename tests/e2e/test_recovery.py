@@ -101,7 +101,6 @@ def stop_in_generation(run: Run) -> psutil.Process:
         worker.resume()
 
 
-@pytest.mark.slow
 def test_a_rollout_worker_is_killed_in_generation(undisturbed, tmp_path):
     before = shared_memory()
     # The worker is stopped for some seconds before it is killed, which must not count as a hang.
@@ -118,7 +117,6 @@ def test_a_rollout_worker_is_killed_in_generation(undisturbed, tmp_path):
     assert_none_leaked(before)
 
 
-@pytest.mark.slow
 def test_an_actor_rank_is_stopped_in_training(undisturbed, tmp_path):
     before = shared_memory()
     run = Run(tmp_path, *OVERRIDES)
@@ -137,6 +135,7 @@ def test_an_actor_rank_is_stopped_in_training(undisturbed, tmp_path):
     assert_none_leaked(before)
 
 
+@pytest.mark.quick
 def test_the_controller_is_killed_while_a_checkpoint_is_written(undisturbed, tmp_path):
     run = Run(tmp_path, *OVERRIDES)
     run.until((run.folder / "checkpoints/.global_step_4.tmp/actor").exists)
@@ -152,7 +151,6 @@ def test_the_controller_is_killed_while_a_checkpoint_is_written(undisturbed, tmp
     check_ledger(run.folder)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(undisturbed, tmp_path):
     before = shared_memory()
     run = Run(tmp_path, *OVERRIDES)

@@ -10,7 +10,6 @@ from tests.whole_run import Run
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.slow
 def test_the_error_of_an_actor(tmp_path):
     model = shutil.copytree(toy_checkpoint_path(), tmp_path / "model")
     weights = model / "model.safetensors"

@@ -12,7 +12,7 @@ from rlinf_vl.observe import alarms
 from rlinf_vl.observe.replay_file import RecordedStep
 from rlinf_vl.report import build_report
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture

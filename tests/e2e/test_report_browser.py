@@ -250,7 +250,6 @@ def test_a_group_is_one_card_with_its_answers_in_a_table(browser, research):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_formulas_are_mathml_and_prices_are_text(browser, research):
     browser.open(research, view="groups")
     question = "document.querySelector('.group .rendered')"
@@ -267,7 +266,6 @@ def test_formulas_are_mathml_and_prices_are_text(browser, research):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_an_image_is_read_at_full_size(browser, research):
     browser.open(research)
     browser.choose("problem", "shapes:3")
@@ -299,7 +297,6 @@ def test_an_image_is_read_at_full_size(browser, research):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_distributions_are_of_what_is_found(browser, research):
     browser.open(research)
     browser.choose("split", "train")
@@ -331,7 +328,6 @@ def test_distributions_are_of_what_is_found(browser, research):
     browser.wait("!document.getElementById('distributions').innerText.includes('shapes')")
 
 
-@pytest.mark.slow
 def test_parts_smoothing_and_what_stays_constant(browser, research):
     browser.open(research)
     titles = browser.run(
@@ -363,7 +359,6 @@ def test_parts_smoothing_and_what_stays_constant(browser, research):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_a_reward_that_stays_zero_keeps_its_chart(browser, tmp_path):
     run_dir = tmp_path / "flat"
     run_dir.mkdir()
@@ -382,7 +377,6 @@ def test_a_reward_that_stays_zero_keeps_its_chart(browser, tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_how_the_run_ended_stands_on_top(browser, research):
     browser.open(research)
     first = browser.run("document.querySelector('#summary .run').firstElementChild.innerText")
@@ -420,7 +414,6 @@ def test_filters(browser, page):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_sorting(browser, page):
     browser.open(page)
     values = {}
@@ -446,7 +439,6 @@ def test_sorting(browser, page):
     )
 
 
-@pytest.mark.slow
 def test_pages(browser, page):
     browser.open(page)
     first = browser.run("document.getElementById('gallery').innerText")
@@ -494,7 +486,6 @@ def _number_after(text: str, name: str) -> float:
     return float(re.search(rf"{re.escape(name)}\s+([−\d.e]+)", text)[1].replace("−", "-"))
 
 
-@pytest.mark.slow
 def test_a_curve_tells_its_values_to_mouse_and_keyboard(browser, page):
     browser.open(page)
     read = "['.legend', 'figcaption'].map((s) => document.querySelector(`.chart ${s}`).innerText).join(' ').replace(/\\s+/g, ' ')"
@@ -510,7 +501,6 @@ def test_a_curve_tells_its_values_to_mouse_and_keyboard(browser, page):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["page", "talk"])
 def test_light_and_dark_have_contrast(browser, name, request):
     page = request.getfixturevalue(name)
@@ -546,7 +536,6 @@ def test_light_and_dark_have_contrast(browser, name, request):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["page", "two", "talk"])
 def test_a_phone_needs_no_scrolling_sideways(browser, name, request):
     browser.open(request.getfixturevalue(name), width=360, height=740)
@@ -556,7 +545,6 @@ def test_a_phone_needs_no_scrolling_sideways(browser, name, request):
     assert browser.run(inside)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["page", "talk"])
 def test_everything_has_a_name_and_a_place(browser, name, request):
     browser.open(request.getfixturevalue(name))
@@ -607,7 +595,6 @@ def test_two_runs_are_overlaid_and_aligned_by_problem(browser, two):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_sequences_and_turns_are_marked_and_columns_are_shown(browser, tmp_path):
     run = make_run(tmp_path / "toy", steps=1)
     file = run / "trajectories/step_1.parquet"
@@ -671,7 +658,6 @@ def test_a_conversation_shows_its_pictures_where_they_stood(browser, talk):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_tokens_of_a_turn_have_its_advantage(browser, talk):
     browser.open(talk)
     browser.choose("split", "train")
@@ -693,7 +679,6 @@ def test_tokens_of_a_turn_have_its_advantage(browser, talk):
     )
 
 
-@pytest.mark.slow
 def test_tool_calls_are_cards_and_the_raw_text_is_a_fold_away(browser, talk):
     browser.open(talk)
     browser.choose("problem", "drawing-1")
@@ -712,7 +697,6 @@ def test_tool_calls_are_cards_and_the_raw_text_is_a_fold_away(browser, talk):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_success_by_turns_and_what_the_environment_measures(browser, talk):
     browser.open(talk)
     table = browser.run("document.querySelector('.by-turns table').innerText")
@@ -730,7 +714,6 @@ def test_success_by_turns_and_what_the_environment_measures(browser, talk):
     assert "Turns" in titles and "Environment: distance_left" in titles
 
 
-@pytest.mark.slow
 def test_a_history_that_was_rewritten_is_folded(browser, tmp_path):
     run = make_conversations(tmp_path / "talk", steps=0, groups=1)
     file = run / "trajectories/step_0.parquet"
@@ -786,7 +769,6 @@ def test_branches_are_a_tree(browser, tmp_path, toy_folder):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_a_huge_conversation_is_folded(browser, tmp_path):
     run = make_conversations(tmp_path / "talk", steps=0, groups=1)
     file = run / "trajectories/step_0.parquet"
@@ -893,7 +875,6 @@ def test_nothing_but_its_own_scripts_can_run_or_load(browser, page):
     assert refused == [["connect-src", "img-src", "script-src-elem"], 0]
 
 
-@pytest.mark.slow
 def test_an_empty_run_is_said_to_be_empty(browser, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     browser.open(build_report([tmp_path]))
@@ -902,7 +883,6 @@ def test_an_empty_run_is_said_to_be_empty(browser, tmp_path):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_ten_thousand_trajectories_open_in_two_seconds(browser, tmp_path):
     run = make_run(tmp_path / "toy", steps=100, groups=12, samples=8, problems=76, val_every=10)
     page = build_report([run])
@@ -975,7 +955,6 @@ def test_a_video_is_a_strip_of_its_frames_and_plays(browser, tmp_path):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_the_toy_runs_own_report(browser, tmp_path):
     overrides = ("runner.max_steps=4", "runner.val_check_interval=2", "data.val_samples=24", LOCAL)
     run = Run(tmp_path, *overrides)
@@ -999,7 +978,6 @@ def test_the_toy_runs_own_report(browser, tmp_path):
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_the_state_of_a_run_is_not_cut(browser, tmp_path):
     run = make_run(tmp_path / "toy", steps=1)
     (run / "status.json").write_text(json.dumps({"state": "done", "reason": "", "step": 1}))
@@ -1011,7 +989,6 @@ def test_the_state_of_a_run_is_not_cut(browser, tmp_path):
         assert browser.run(f"{state}.scrollWidth <= {state}.clientWidth"), width
 
 
-@pytest.mark.slow
 def test_the_crosshair_stands_on_the_step_whose_values_are_shown(browser, page):
     browser.open(page)  # validations at steps 0, 3 and 6
     over = browser.run("""(() => {
@@ -1030,7 +1007,6 @@ def test_the_crosshair_stands_on_the_step_whose_values_are_shown(browser, page):
         assert (browser.run(line) - over["x"]) / over["width"] == pytest.approx(at, abs=0.02), share
 
 
-@pytest.mark.slow
 def test_a_histogram_has_counts(browser, page):
     browser.open(page)
     histogram = "document.querySelector('#distributions .histogram')"
@@ -1045,7 +1021,6 @@ def test_a_histogram_has_counts(browser, page):
     assert "132 in all" in browser.run(f"{histogram}.innerText")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [True, False], ids=["messages", "ChatML"])
 def test_a_prompt_is_bubbles_and_the_reference_is_named(browser, tmp_path, recorded):
     run = make_run(tmp_path / "toy", steps=1)
@@ -1079,7 +1054,6 @@ def test_a_prompt_is_bubbles_and_the_reference_is_named(browser, tmp_path, recor
     assert browser.problems == []
 
 
-@pytest.mark.slow
 def test_on_a_phone_what_goes_on_beyond_the_edge_fades_out_there(browser, four):
     browser.open(four, width=360, height=740)
     for selector in (".bar nav", "#summary .scroll", "#gallery .answers"):
@@ -1095,7 +1069,6 @@ def test_on_a_phone_what_goes_on_beyond_the_edge_fades_out_there(browser, four):
     assert browser.run("document.querySelector('.bar nav').dataset.more") == ""
 
 
-@pytest.mark.slow
 def test_four_runs_are_compared_in_tables_and_in_one_plot(browser, four):
     browser.open(four)
     rows = browser.run(

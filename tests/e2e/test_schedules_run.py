@@ -116,7 +116,6 @@ def one_step_off(tmp_path_factory) -> Run:
     return run
 
 
-@pytest.mark.slow
 def test_one_step_off_trains_on_the_weights_of_the_step_before(one_step_off):
     """With its default bound every group of a step is from the weights of the step before that."""
     check_ledger(one_step_off.folder)
@@ -124,7 +123,6 @@ def test_one_step_off_trains_on_the_weights_of_the_step_before(one_step_off):
     assert staleness(one_step_off.folder) == expected
 
 
-@pytest.mark.slow
 def test_one_step_off_is_the_same_again(one_step_off, tmp_path):
     again = Run(tmp_path, *APART, "runner.schedule=one_step_off")
     again.finish()

@@ -25,7 +25,6 @@ from whole_run import (
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         importlib.util.find_spec("sglang") is None,

@@ -16,7 +16,7 @@ from rlinf_vl.observe.status import read_status
 from rlinf_vl.report.sweep import read_sweep
 from rlinf_vl.toy.task import toy_dataset_path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

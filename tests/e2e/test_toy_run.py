@@ -59,6 +59,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick
 def test_metrics_have_their_fixed_names(run):
     rows = metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -69,6 +70,7 @@ def test_metrics_have_their_fixed_names(run):
     assert [row["step"] for row in rows if "time/checkpoint" in row] == [2, 3]
 
 
+@pytest.mark.quick
 def test_engine_and_trainer_agree_at_temperature_07(run):
     for row in metrics(run)[1:]:
         assert row["actor/rollout_train_abs_diff_mean"] <= 2e-5
@@ -76,6 +78,7 @@ def test_engine_and_trainer_agree_at_temperature_07(run):
         assert abs(row["actor/rollout_train_kl"]) <= 1e-5
 
 
+@pytest.mark.quick
 def test_weights_are_versioned_and_move(run):
     rows = metrics(run)[1:]
     assert [(row["rollout/weight_version_min"], row["rollout/weight_version_max"]) for row in rows] == [
@@ -84,6 +87,7 @@ def test_weights_are_versioned_and_move(run):
     assert rows[0]["actor/grad_norm"] > 0
 
 
+@pytest.mark.quick
 def test_the_runs_folder_is_complete(run):
     folder = run / "toy-grpo-cpu"
     assert "experiment_name: toy-grpo-cpu" in (folder / "config.yaml").read_text()
@@ -94,6 +98,7 @@ def test_the_runs_folder_is_complete(run):
     ]
 
 
+@pytest.mark.quick
 def test_trajectories_are_what_was_sampled_and_trained_on(run):
     folder = run / "toy-grpo-cpu"
     table = pd.read_parquet(folder / "trajectories")
@@ -132,7 +137,6 @@ def test_trajectories_are_what_was_sampled_and_trained_on(run):
     assert (folder / "report.html").stat().st_size > 100_000
 
 
-@pytest.mark.slow
 def test_an_evaluation_of_its_checkpoint_finds_what_the_run_found(run, tmp_path):
     """The first sample of a problem is drawn as a validation draws it."""
     command = [
@@ -213,7 +217,6 @@ def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
     assert not unusual, "whoever may read other files may read those of a run and of an export"
 
 
-@pytest.mark.slow
 def test_resume_auto_goes_on_where_it_stopped(run):
     before = metrics(run)
     output = train(
@@ -239,7 +242,6 @@ def test_reward_climbs(tmp_path):
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
 
 
-@pytest.mark.slow
 def test_real_geometry_runs_through(tmp_path, geo3k_dir):
     train(
         tmp_path,
@@ -255,11 +257,10 @@ def test_real_geometry_runs_through(tmp_path, geo3k_dir):
     assert max(row["actor/rollout_train_abs_diff_mean"] for row in rows[1:]) <= 2e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment, number",
     [
-        pytest.param("ray::", signal.SIGTERM, marks=pytest.mark.spare),
+        pytest.param("ray::", signal.SIGTERM, marks=pytest.mark.nightly),
         ("ray::RolloutRank", signal.SIGINT),
     ],
 )
@@ -274,6 +275,7 @@ def test_a_run_that_is_told_to_stop_while_it_starts_leaves_no_process(tmp_path, 
     assert not (run.folder / "metrics.jsonl").exists()
 
 
+@pytest.mark.quick
 def test_a_mistake_is_told_in_a_moment_before_ray_starts(tmp_path):
     output = train(tmp_path, "algorithm.grup_size=4", expect=2)
     assert "algorithm.grup_size" in output and "algorithm.group_size" in output

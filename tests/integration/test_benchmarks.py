@@ -31,7 +31,7 @@ def figures_of(tmp_path: Path, script: str, *arguments: str) -> dict:
     return figures
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 @pytest.mark.parametrize("tower", [[], ["--train-tower"]])
 def test_trainer(tmp_path, tower):
     """The three ways must agree on the loss, or the benchmark fails."""
@@ -98,7 +98,7 @@ def test_planner(tmp_path):
     assert figures["fill_10000"] > 0.9 and figures["imbalance_10000"] < 0.03
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_lora(tmp_path):
     figures = figures_of(tmp_path, "lora.py", "--shape", "tiny", "--rank", "2")
     for figure in ("trained", "weights_bytes", "optimizer_bytes", "checkpoint_bytes", "sync_bytes"):
@@ -109,7 +109,7 @@ def test_lora(tmp_path):
     )
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_context_parallel(tmp_path):
     """Losses must agree, or the benchmark fails. What activations take is counted, not timed."""
     figures = figures_of(
@@ -119,13 +119,13 @@ def test_context_parallel(tmp_path):
     assert figures["kept_ratio_4"] < 0.35 and figures["peak_ratio_4"] < 0.35
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_exchange(tmp_path):
     figures = figures_of(tmp_path, "exchange.py", "--groups", "8", "--repeats", "1")
     assert 1 <= figures["object_store_over_unique"] < 1.1
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_weight_sync(tmp_path):
     figures = figures_of(
         tmp_path, "weight_sync.py", "--megabytes", "32", "--repeats", "1", "--workers", "1"
@@ -133,7 +133,7 @@ def test_weight_sync(tmp_path):
     assert figures["object_store_seconds"] > 0
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_delta_sync(tmp_path):
     """Weights must be equal after all syncs, or the benchmark fails."""
     figures = figures_of(
@@ -151,7 +151,7 @@ def test_delta_sync(tmp_path):
     assert figures["tiny_1e-06: share_mean"] < 0.2
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_weights_in_flight(tmp_path):
     sizes = [
         "--groups",
@@ -215,7 +215,7 @@ def test_multi_turn(tmp_path):
     )
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_environments(tmp_path):
     figures = figures_of(
         tmp_path, "environments.py", "--groups", "8", "--samples", "5", "--turn-timeout", "4"
@@ -225,7 +225,7 @@ def test_environments(tmp_path):
     assert 0 < figures["engine_busy"] <= 1 and figures["seconds"] < 60
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_agents(tmp_path):
     sizes = ["--steps", "1", "--groups", "2", "--samples", "2", "--calls", "40", "--clients", "4"]
     sizes += ["--supervised", "1"]
@@ -234,14 +234,14 @@ def test_agents(tmp_path):
     assert figures["ratio_env_processes"] > 0 and figures["calls_per_second"] > 0
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_delta_net(tmp_path):
     """Outputs and gradients must be transformers', or the benchmark fails."""
     figures = figures_of(tmp_path, "delta_net.py", "--layers", "toy", "--repeats", "1")
     assert figures["ratio_batch_toy"] > 0
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_routing_replay(tmp_path):
     """In float32 both sides choose alike; in bfloat16 they do not, and replay brings their logprobs nearer."""
     from rlinf_vl.local.warm_start import build_toy_checkpoint

@@ -178,7 +178,7 @@ def is_alive(process):
         return False
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_worker_that_is_killed(toy_folder, folder, monkeypatch):
     monkeypatch.setenv("START_S", "0")
     worker = subprocess.Popen([sys.executable, "-c", WORKER, str(toy_folder), str(folder)])

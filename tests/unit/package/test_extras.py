@@ -45,7 +45,7 @@ def test_each_slow_one_does_so_too(name):
     alone(sys.executable, name)
 
 
-@pytest.mark.spare
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(extras.ALONE.keys() - LARGE))
 def test_each_extra_does_so_in_a_fresh_environment(name, tmp_path):

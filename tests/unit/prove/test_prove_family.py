@@ -56,7 +56,7 @@ def test_every_family_is_proven(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param("qwen3_5_moe", marks=pytest.mark.spare), "qwen2_5_vl"]
+    "name", [pytest.param("qwen3_5_moe", marks=pytest.mark.nightly), "qwen2_5_vl"]
 )
 def test_ranks_are_proven(name, tmp_path):
     found = outcomes(FAMILIES[name], tmp_path, *RANKS)

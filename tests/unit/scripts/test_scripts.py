@@ -366,12 +366,12 @@ def tree(fake_python: Path, tmp_path: Path) -> Path:
     return root
 
 
-def ci(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+def ci(tree: Path) -> subprocess.CompletedProcess:
     """.ci/run where a Chromium is there: it would install one."""
     (tree / "chromium").write_text("#!/bin/sh\n")
     (tree / "chromium").chmod(0o755)
     path = f"{tree}:{os.environ['PATH']}"
-    return bash(tree / ".ci/run", *arguments, PATH=path, OMP_NUM_THREADS="1", **environment)
+    return bash(tree / ".ci/run", PATH=path, OMP_NUM_THREADS="1")
 
 
 LIGHT = ({"install": "--dev"}, {"venv": ".venv"}, ["-m", "pytest"])
@@ -403,8 +403,9 @@ def with_marks(expression: str) -> tuple:
     [
         ("tests/run.sh", ["-k", "a b"], [LIGHT]),
         ("tests/run.sh", ["--sglang", "-k", "a b"], [WITH_SGLANG]),
-        ("tests/run.sh", ["--all", "-k", "a b"], [with_marks("not spare and not chaos")]),
-        ("tests/run.sh", ["--spare", "-k", "a b"], [with_marks("spare")]),
+        ("tests/run.sh", ["--all", "-k", "a b"], [with_marks("not nightly")]),
+        ("tests/run.sh", ["--slow", "-k", "a b"], [with_marks("slow and not nightly")]),
+        ("tests/run.sh", ["--nightly", "-k", "a b"], [with_marks("nightly")]),
     ],
 )
 def test_the_tests_run_in_their_environments(
@@ -423,7 +424,7 @@ def test_the_tests_run_in_their_environments(
 def test_without_arguments_the_quick_tests_run(tree: Path):
     done = bash(tree / "tests/run.sh")
     argv = json.loads(done.stdout.splitlines()[-1])["argv"]
-    assert argv == with_marks("not slow and not chaos")[2]
+    assert argv == with_marks("not slow")[2]
 
 
 def test_checks_run_all_or_those_named(tree: Path):
@@ -442,19 +443,18 @@ def test_checks_run_all_or_those_named(tree: Path):
 
 
 def test_continuous_integration_runs_every_part(tree: Path):
-    done = ci(tree, "-k", "a b")
+    done = ci(tree)
     assert (done.returncode, done.stderr) == (0, "")
     parts = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("=== ")]
     assert parts == [
         f"bash {tree}/requirements/install.sh --dev",
-        f"beside the next steps: bash {tree}/requirements/install.sh --sglang --dev",
-        f"bash {tree}/tests/run.sh --all -k a b",
+        f"beside the next steps: nice -n 19 bash {tree}/requirements/install.sh --sglang --dev",
+        f"bash {tree}/tests/run.sh",
+        f"bash {tree}/tests/run.sh --slow",
         "sglang-install has ended:",
         f"beside the next steps: bash {tree}/tests/checks.sh",
-        f"bash {tree}/tests/run.sh --sglang -k a b",
+        f"bash {tree}/tests/run.sh --sglang",
         "checks has ended:",
-        f"bash {tree}/tests/run.sh --spare -k a b",
-        f"bash {tree}/tests/run.sh -m chaos tests/e2e/test_chaos.py",
     ]
     assert "tests/checks/one.py" in done.stdout, "what ran beside is shown"
 
