@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,11 @@ class Host:
         listed = subprocess.run(
             ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
         )
-        return [
-            psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))
-        ]
+        processes = []
+        for pid in listed.stdout.split():
+            with suppress(psutil.NoSuchProcess):  # it has ended since
+                processes.append(psutil.Process(int(pid)))
+        return processes
 
     def actors(self) -> set[tuple[str, int]]:
         """Class and process id of the Ray actors that run here.
