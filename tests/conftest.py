@@ -58,14 +58,14 @@ def toy_folder(tmp_path_factory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what is nightly, whole runs, and the parameters that the mark `quick` of their test does not name."""
+    """Mark as slow what is nightly, what is no unit test, and the parameters that are not named, but for what is `quick`."""
     for item in items:
-        quick = item.get_closest_marker("quick")
-        # The ids of several parameters of a test are joined by hyphens.
-        ids = f"-{item.callspec.id}-" if quick and quick.args else ""  # pyright: ignore[reportAttributeAccessIssue]
-        is_quick = quick and (not quick.args or any(f"-{name}-" in ids for name in quick.args))
-        is_whole = quick or item.get_closest_marker("e2e")
-        if item.get_closest_marker("nightly") or (is_whole and not is_quick):
+        is_slow = ROOT / "tests/unit" not in item.path.parents
+        if quick := item.get_closest_marker("quick"):
+            # The ids of several parameters of a test are joined by hyphens.
+            ids = f"-{item.callspec.id}-" if quick.args else ""  # pyright: ignore[reportAttributeAccessIssue]
+            is_slow = bool(quick.args) and not any(f"-{name}-" in ids for name in quick.args)
+        if is_slow or item.get_closest_marker("nightly"):
             item.add_marker("slow")
 
 

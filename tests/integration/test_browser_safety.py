@@ -238,7 +238,6 @@ def test_a_browser_that_dies_ends_its_episodes_and_is_replaced(opened, struck: s
         assert not opened(**keywords).step(call("click", x=40, y=50)).done
 
 
-@pytest.mark.slow
 def test_a_browser_that_stands_still_is_ended_and_replaced(
     opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +262,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["killed", "ended"])
 def test_no_process_outlives_the_worker(tmp_path: Path, ending: str) -> None:
     (tmp_path / "index.html").write_text(PAGE)

@@ -322,7 +322,6 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
         record.check()
 
 
-@pytest.mark.slow
 def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
     """One epoch of some of the rows, through real actors; images that are decoded, tokenized and trained on."""
     from rlinf_vl.controller.supervise import supervise

@@ -119,7 +119,6 @@ def wait_for_workers(pool):
     pool._call_all("in the test", "ready")
 
 
-@pytest.mark.slow
 def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weights(parts):
     from rlinf_vl.controller.weight_sync import WeightSync
 
@@ -147,7 +146,6 @@ def test_fifty_syncs_with_deaths_between_leave_every_engine_with_the_ranks_weigh
     }
 
 
-@pytest.mark.slow
 def test_syncs_go_on_while_a_replacement_starts_for_longer_than_a_heartbeat_and_then_it_has_their_weights(
     parts, constructor_seconds
 ):

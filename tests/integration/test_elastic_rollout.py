@@ -90,7 +90,6 @@ class Run:
         return [row["rollout/workers"] for row in self.rows("metrics") if "rollout/workers" in row]
 
 
-@pytest.mark.slow
 def test_workers_join_and_leave_with_their_nodes_in_mid_run(cluster, tmp_path):
     first = cluster.add_node(num_cpus=1, object_store_memory=STORE)
     hanging, code = tmp_path / "hanging", tmp_path / "hanging.py"

@@ -126,7 +126,6 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
     assert_falls_to(before)
 
 
-@pytest.mark.slow
 def test_a_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
     from rlinf_vl.controller.run_log import RunLog

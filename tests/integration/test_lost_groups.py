@@ -41,7 +41,6 @@ def kill_the_worker(pool) -> None:
     time.sleep(2)  # until its objects are gone from this node, too
 
 
-@pytest.mark.slow
 def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp_path, monkeypatch):
     from rlinf_vl.actor.group import ActorGroup
     from rlinf_vl.controller.batch import rollout

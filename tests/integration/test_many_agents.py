@@ -140,7 +140,6 @@ def count_objects():
     return Counter(type(value).__name__ for value in gc.get_objects() if type(value) in kinds)
 
 
-@pytest.mark.slow
 def test_two_hundred_agents_are_all_accounted_for(toy_folder, folder):
     before = count_objects()
     open_files, children = len(os.listdir("/proc/self/fd")), psutil.Process().children()

@@ -26,7 +26,6 @@ class Poison(SingleTurn):
 """
 
 
-@pytest.mark.slow
 def test_a_row_that_kills_its_workers_is_quarantined_and_the_others_are_answered(
     toy_folder, tmp_path
 ):

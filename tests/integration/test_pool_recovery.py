@@ -165,7 +165,6 @@ def test_weights_are_taken_while_groups_are_sampled_and_a_worker_that_dies_meanw
     assert {summary.min_version for summary, _ in pool.submit(tasks(6)).results()} == {first + 1}
 
 
-@pytest.mark.slow
 def test_workers_that_die_asleep_are_replaced_and_none_stays_asleep(pool):
     """On the CPU nothing is freed, but an engine that generates in its sleep is an error there too."""
     undisturbed, before = tokens(pool, pool.submit(tasks(4)).results()), pool.restarts

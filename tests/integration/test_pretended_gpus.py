@@ -35,7 +35,6 @@ def settled(monkeypatch, size: int, *overrides: str):
     return config
 
 
-@pytest.mark.slow
 def test_auto_is_what_the_ledger_leaves(monkeypatch):
     size = int(79.1 * GIB)
     config = settled(monkeypatch, size)
@@ -49,7 +48,6 @@ def test_auto_is_what_the_ledger_leaves(monkeypatch):
     assert split.rollout.gpu_memory_utilization == 0.85
 
 
-@pytest.mark.slow
 def test_auto_without_room_is_refused_and_a_number_is_the_users(monkeypatch, caplog):
     with pytest.raises(ConfigError, match=r"GiB on a GPU \(collocated\)"):
         settled(monkeypatch, 10 * GIB)
@@ -69,7 +67,6 @@ class Member:
         return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 
 
-@pytest.mark.slow
 def test_an_engine_sees_the_gpus_of_the_ranks_on_its_slots():
     """Each rank has half a GPU of its own, and an engine the GPUs of all its slots, in their order:
     an engine is beside two ranks, one beside one, and one beside none."""

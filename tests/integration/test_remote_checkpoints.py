@@ -67,7 +67,6 @@ def opened(config, tmp_path, checkpoint=None):
     ), told
 
 
-@pytest.mark.slow
 def test_ranks_write_and_read_a_store(bucket, processes, tmp_path):
     home = folder_at(bucket) / "ranks"
     saved = {}

@@ -149,14 +149,12 @@ def test_what_the_time_did_not_reach_is_said(smoke):
     assert "NOT FINISHED within 0.05 s: weights, engines" in line and "--limit" in line
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("member", ["lora", "moe"])
 def test_other_members_pass(smoke, member):
     code, _, line = smoke(f"toy-grpo-cpu-{member}", LOCAL)
     assert code == 0, line
 
 
-@pytest.mark.slow
 def test_two_ranks_and_two_engines_on_ray(smoke):
     """The very parts of a run with Ray; nothing of them stays."""
     before = {p.pid for p in psutil.Process().children(recursive=True)}

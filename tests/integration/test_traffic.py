@@ -145,7 +145,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "ranks", "context", "shard", "experts", "checkpointing"), LAYOUTS
 )

@@ -46,7 +46,6 @@ def seen(context: int, shard: int):
     )
 
 
-@pytest.mark.slow
 def test_the_mesh_says_which_share_a_rank_trains_on(processes):
     found = processes.run(4, seen, 2, 2)
     assert [data_rank for data_rank, *_ in found] == [0, 0, 1, 1], (

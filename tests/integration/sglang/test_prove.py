@@ -49,7 +49,6 @@ def test_a_delta_net_is_refused(tmp_path):
     assert outcome.status == "refused" and "need a GPU" in outcome.reason
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["positions", "lost weight", "stale features"])
 def test_a_planted_fault_is_found(fault, tmp_path, monkeypatch):
     sound = member("qwen2_vl", tmp_path)
