@@ -56,15 +56,22 @@ def toy_folder(tmp_path_factory) -> Path:
     return folder
 
 
+def _is_named(item: pytest.Item, mark: pytest.Mark) -> bool:
+    """Return whether the mark names one of the parameters of this test, whose ids are joined by hyphens."""
+    ids = f"-{item.callspec.id}-"  # pyright: ignore[reportAttributeAccessIssue]
+    return any(f"-{name}-" in ids for name in mark.args)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what is nightly, what is no unit test, and the parameters that are not named, but for what is `quick`."""
+    """Mark as nightly what its test's `sample` leaves out; and as slow that, what `quick` leaves out, and what is no unit test."""
     for item in items:
         is_slow = ROOT / "tests/unit" not in item.path.parents
         if quick := item.get_closest_marker("quick"):
-            # The ids of several parameters of a test are joined by hyphens.
-            ids = f"-{item.callspec.id}-" if quick.args else ""  # pyright: ignore[reportAttributeAccessIssue]
-            is_slow = bool(quick.args) and not any(f"-{name}-" in ids for name in quick.args)
+            is_slow = bool(quick.args) and not _is_named(item, quick)
+        sample = item.get_closest_marker("sample")
+        if sample and not _is_named(item, sample):
+            item.add_marker("nightly")
         if is_slow or item.get_closest_marker("nightly"):
             item.add_marker("slow")
 

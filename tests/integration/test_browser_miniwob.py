@@ -12,7 +12,6 @@ from rlinf_vl.envs.browser_host import HOST
 pytest.importorskip("miniwob", reason="MiniWoB++ is not installed")
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.slow,
     needs_browser,
 ]
 

@@ -7,7 +7,7 @@ from integration.test_damaged_rows import DAMAGE, EVERY, TOO_LONG, damage_of, pi
 
 from rlinf_vl.__main__ import main
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 N_ROWS = 30 * EVERY
 

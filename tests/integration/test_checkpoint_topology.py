@@ -119,7 +119,7 @@ ALONE, PAIR = (
 )
 
 
-@pytest.mark.quick("(4, 2, 2)")
+@pytest.mark.sample("(4, 2, 2)")
 @pytest.mark.parametrize(
     ("written_by", "read_by"),
     [(PAIR, [ALONE, (2, 2, None), (4, 1, 2)]), ((4, 2, 2), [PAIR, (4, 2, None)])],

@@ -74,7 +74,7 @@ ALONE, PAIR, SHARING_PAIR = (1, 1, 1, None), (2, 1, 1, None), (2, 2, 1, None)
 FOUR, CONTEXT, COPIES = (4, 4, 1, None), (4, 2, 2, None), (4, 2, 1, 2)
 
 
-@pytest.mark.quick("(2, 2, 1, None)-read_by0")
+@pytest.mark.sample("(2, 2, 1, None)-read_by0")
 @pytest.mark.parametrize(
     ("written_by", "read_by"),
     [(SHARING_PAIR, [PAIR, FOUR]), (PAIR, [CONTEXT]), (COPIES, [SHARING_PAIR, ALONE])],

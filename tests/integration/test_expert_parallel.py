@@ -60,7 +60,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("2, context", "4, ranks without tokens", "4, all to one expert")
+@pytest.mark.sample("2, context", "4, ranks without tokens", "4, all to one expert")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_changes_no_step(name, processes):
     layout, kind = LAYOUTS[name]

@@ -8,7 +8,7 @@ from rlinf_vl.config import load_config
 from rlinf_vl.runtime import launch
 from rlinf_vl.runtime.launch import ray_cluster
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 
 def test_ray_that_starts_late_is_started_again_and_leaves_nothing(monkeypatch, caplog):

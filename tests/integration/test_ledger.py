@@ -70,7 +70,7 @@ def unsharded(policy) -> int:
     return found
 
 
-@pytest.mark.quick("2-True-True")
+@pytest.mark.sample("2-True-True")
 @pytest.mark.parametrize(
     ("ranks", "reshard", "lora"),
     [(1, True, False), (2, True, False), (2, False, False), (1, True, True), (2, True, True)],

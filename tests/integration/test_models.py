@@ -151,7 +151,7 @@ def test_packed(name):
     keep(name, "packed", *differences(name, share=False))
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shared(name):
     keep(name, "shared", *differences(name))
@@ -162,7 +162,7 @@ def test_tree(name):
     keep(name, "tree", *differences(name, tree=True))
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lora(name):
     # The adapters of this test are large.
@@ -203,13 +203,13 @@ def step_difference(one, other) -> float:
     return float(np.max([*changes, abs(one[1] - norm) / norm, abs(one[0] - loss)]))
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ranks(name, step):
     keep(name, "ranks", step_difference(step(name, 2, True), step(name, 1, True)))
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_trained(name, step):
     keep(
@@ -219,7 +219,7 @@ def test_all_trained(name, step):
     )
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", WITH_TOWER)
 def test_frozen(name, step):
     keep(
@@ -231,7 +231,7 @@ def test_frozen(name, step):
     )
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_optimizer_steps(name, processes):
     """The second gradient is taken where the first step led. Of delta nets, transformers' own moves by 1e-4 when the weights
@@ -255,7 +255,7 @@ def test_two_optimizer_steps(name, processes):
 # --- engines and exports ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe", "qwen3")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe", "qwen3")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_torch_engine(name):
     rng, policy = np.random.default_rng(1), tiny_policy(model_type=name, **sizes_of(name))
@@ -280,7 +280,7 @@ def test_torch_engine(name):
     keep(name, "torch", worst)
 
 
-@pytest.mark.quick("qwen3_vl", "qwen3_5_moe")
+@pytest.mark.sample("qwen3_vl", "qwen3_5_moe")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_export(name, tmp_path):
     members, expected, _ = one_at_a_time(name, False, False)

@@ -63,7 +63,7 @@ def pid_of(pool, i: int) -> int:
     return ray.get(pool.workers[i].process.remote())[1]
 
 
-@pytest.mark.quick("9")
+@pytest.mark.sample("9")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_while_it_generates_is_replaced(pool, number):
     results = pool.submit(tasks(40)).results()

@@ -25,7 +25,7 @@ def die_on(rank: int) -> float:
     return add_ranks()
 
 
-@pytest.mark.quick("die_on")
+@pytest.mark.sample("die_on")
 @pytest.mark.parametrize(
     "function, rank, message",
     [

@@ -13,7 +13,7 @@ from rlinf_vl.rollout.faults import FaultLog
 from rlinf_vl.runtime.ray_process import first_report
 from rlinf_vl.types import Problem
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 ENVIRONMENT = "def step(response):\n    raise KeyError(response)\n"
 REWARD = "def broken(response, answer):\n    raise ZeroDivisionError('no answers')\n"
 

@@ -75,7 +75,7 @@ def read(folder: str, family: str, dtype: torch.dtype, ranks_that_share: int, ex
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", MEMBERS)
-@pytest.mark.quick("qwen3_vl-fp32-2 ranks", "qwen3_vl_moe-fp32-3 ranks, uneven")
+@pytest.mark.sample("qwen3_vl-fp32-2 ranks", "qwen3_vl_moe-fp32-3 ranks, uneven")
 def test_rows_are_those_that_transformers_loads(processes, saved, family, dtype, layout):
     ranks, shared = MESHES[layout]
     results = processes.run(ranks, read, saved(family), family, dtype, shared)
@@ -124,7 +124,7 @@ def test_experts_as_transformers_saves_them(processes, saved, family, layout):
         assert not differing
 
 
-@pytest.mark.quick("2 of 4 ranks-for SGLang-qwen3_vl_moe")
+@pytest.mark.sample("2 of 4 ranks-for SGLang-qwen3_vl_moe")
 @pytest.mark.parametrize("family", [name for name in MEMBERS if "moe" in name])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("layout", EXPERT_MESHES)
@@ -203,7 +203,7 @@ def step(folder: str, family: str, lora: bool, by_shards: bool, target: str, exp
 @pytest.mark.parametrize(
     ("family", "experts"), [("qwen3_vl", 1), ("qwen3_5_moe", 1), ("qwen3_5_moe", 2)]
 )
-@pytest.mark.quick("qwen3_5_moe-2-adapters")
+@pytest.mark.sample("qwen3_5_moe-2-adapters")
 def test_they_train_and_save_as_with_whole_weights(
     processes, saved, tmp_path, family, experts, lora
 ):

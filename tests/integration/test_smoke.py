@@ -108,7 +108,7 @@ def plant_lost_optimizer(monkeypatch):
     monkeypatch.setattr(checkpoint, "load", without_moments)
 
 
-@pytest.mark.quick("blind")
+@pytest.mark.sample("blind")
 @pytest.mark.parametrize(
     "plant, stage, cause, overrides",
     [

@@ -29,7 +29,7 @@ from rlinf_vl.models.partial import weight_groups
 from rlinf_vl.models.saving import save_model
 from rlinf_vl.runtime.checkpoints import save_checkpoint
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 FAMILY = FAMILIES["qwen3_vl_moe"]
 RANKS = 4
 BUCKET_BYTES = 2**24

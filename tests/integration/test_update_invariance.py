@@ -146,7 +146,7 @@ LAYOUTS = [
 
 
 # An id begins with that of `run_shared`, which is empty without sharing.
-@pytest.mark.quick(
+@pytest.mark.sample(
     "-one row",
     "-one trajectory a row",
     "each row on 2 ranks-padded rows",
@@ -180,7 +180,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.quick(
+@pytest.mark.sample(
     "-gemma3-2 ranks",
     "each row on 2 ranks-gemma3-all at once",
     "-gemma3-features, split, reference",
@@ -193,7 +193,7 @@ def test_no_layout_changes_the_step_of_layers_that_slide(name, layout, run_share
     assert_same(run_shared(layout, "tiles"), references(layout, "tiles"))
 
 
-@pytest.mark.quick("turns, sequences")
+@pytest.mark.sample("turns, sequences")
 @pytest.mark.parametrize("adv", ["grpo", "reinforce_plus_plus"])
 @pytest.mark.parametrize(
     "layout", [replace(BASE, minibatches=2), replace(BASE, ranks=2, budget=90, minibatches=2)]
@@ -218,7 +218,7 @@ def test_a_frozen_tower_that_never_runs_has_no_gradients_to_keep(lora, run):
 PAPO, TEACHER = (0.05, 0.03), (0.7, 0.5, 0)
 
 
-@pytest.mark.quick(
+@pytest.mark.sample(
     "PAPO, split",
     "teacher, split",
     "teacher's top 5",
@@ -312,7 +312,7 @@ def test_further_passes_are_laid_out_like_the_policys(layout, kind, run, referen
 LORA = replace(BASE, lora="language", kl_beta=0.1)
 
 
-@pytest.mark.quick("2 ranks, split", "2 copies on 4 ranks")
+@pytest.mark.sample("2 ranks, split", "2 copies on 4 ranks")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -343,7 +343,7 @@ def test_adapters_train_alike_and_the_reference_is_the_model_without_them(layout
     assert_same(run(layout), references(layout))
 
 
-@pytest.mark.quick("2 ranks, split")
+@pytest.mark.sample("2 ranks, split")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -363,7 +363,7 @@ MIXTURE = replace(BASE, family="qwen3_vl_moe", replay=True, train_tower=False)
 BALANCED = replace(MIXTURE, replay=False, balance=0.3)
 
 
-@pytest.mark.quick(
+@pytest.mark.sample(
     "-replay, split, 2 mini-batches",
     "-replay, adapters",
     "each row on 2 ranks-balance, split",
@@ -420,7 +420,7 @@ def test_a_rank_without_images_neither_hangs_nor_differs(kind, train_tower, run,
     assert_same(run(layout, kind), references(layout, kind))
 
 
-@pytest.mark.quick("sequence weights, split", "the same, 2 steps")
+@pytest.mark.sample("sequence weights, split", "the same, 2 steps")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -449,7 +449,7 @@ def test_the_engines_logprobs_enter_the_step_as_the_formulas_say(layout, run, re
 SPLIT = replace(BASE, ranks=2, budget=90, kl_beta=0.1)
 
 
-@pytest.mark.quick(
+@pytest.mark.sample(
     "tokens and a veto, split", "sequences, one row on 2 ranks", "old logprobs between"
 )
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_rejection_and_old_policies_enter_the_step_as_the_formulas_say(
     assert layout.rejection[0] is None or 0.1 < metrics["actor/rejected_tokens"] < 0.9
 
 
-@pytest.mark.quick("errors and gaps")
+@pytest.mark.sample("errors and gaps")
 @pytest.mark.parametrize("kind", ["errors", "gaps", "errors and gaps"])
 @pytest.mark.parametrize(
     "layout",
@@ -515,7 +515,7 @@ BY_TURN = replace(SEQUENCES, credit="turn", discount=0.5)
 BY_STATE = replace(SEQUENCES, state_weight=0.7, discount=0.5, tis_level="sequence")
 
 
-@pytest.mark.quick(
+@pytest.mark.sample(
     "turns, split, 2 mini-batches", "ratios of turns, 2 mini-batches", "states, split"
 )
 @pytest.mark.parametrize(
@@ -549,7 +549,7 @@ def test_turns_are_credited_as_the_formulas_say(layout, run, references):
     assert_same(run(layout, "turns"), references(layout, "turns"))
 
 
-@pytest.mark.quick("-trees split over 2 ranks", "each row on 2 ranks-delta nets, split")
+@pytest.mark.sample("-trees split over 2 ranks", "each row on 2 ranks-delta nets, split")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -578,7 +578,7 @@ SIX = {
 }
 
 
-@pytest.mark.quick(
+@pytest.mark.sample(
     "trees, credit by turn", "delta nets, experts", "ratios and weights of sequences"
 )
 @pytest.mark.parametrize(
@@ -652,7 +652,7 @@ def test_ranks_that_share_rows(layout, kind, run, references):
     assert_same(run(layout, kind), references(layout, kind))
 
 
-@pytest.mark.quick("pixels, split", "features, split")
+@pytest.mark.sample("pixels, split", "features, split")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -680,7 +680,7 @@ def test_bfloat16_steps_differ_by_roundings_only(layout, run, references):
     assert bool(features) != layout.train_tower
 
 
-@pytest.mark.quick("2")
+@pytest.mark.sample("2")
 @torch.no_grad()
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bfloat16_trains_on_the_features_that_the_engine_sees(ranks, run):

@@ -129,7 +129,7 @@ def assert_sampled_from(pool, model, toy_folder, version):
             np.testing.assert_allclose(sequence.logprobs[mask], expected, atol=1e-4)
 
 
-@pytest.mark.quick("delta", "shared_memory")
+@pytest.mark.sample("delta", "shared_memory")
 @pytest.mark.parametrize("synced", [*STRATEGIES, "files"], indirect=True)
 def test_engines_follow_the_ranks_and_so_does_a_new_worker(synced, models, toy_folder):
     sync, _, pool = synced

@@ -34,7 +34,7 @@ def member(name, folder):
     return member_of(family_at(config), config, folder)
 
 
-@pytest.mark.quick("qwen2_vl", "idefics3")
+@pytest.mark.sample("qwen2_vl", "idefics3")
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_vl", "internvl", "idefics3", "cosmos3_omni"])
 def test_a_member_on_sglang_is_proven(name, tmp_path):
     """Grids with M-RoPE, tiles, marks between tiles, deepstack; before a sync of other weights and after it."""

@@ -17,7 +17,7 @@ from rlinf_vl.weights.delta import Delta
 from rlinf_vl.weights.patch import INTEGERS
 from rlinf_vl.weights.staging import Staging
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 TOLERANCE = 5e-5
 #: Sizes of the member. Transformers saves it in a layout that SGLang can't read, so it is sent its weights at the start.
 SIZES = {
