@@ -135,7 +135,6 @@ def test_an_actor_rank_is_stopped_in_training(undisturbed, tmp_path):
     assert_none_leaked(before)
 
 
-@pytest.mark.quick
 def test_the_controller_is_killed_while_a_checkpoint_is_written(undisturbed, tmp_path):
     run = Run(tmp_path, *OVERRIDES)
     run.until((run.folder / "checkpoints/.global_step_4.tmp/actor").exists)

@@ -217,6 +217,7 @@ def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
     assert not unusual, "whoever may read other files may read those of a run and of an export"
 
 
+@pytest.mark.quick
 def test_resume_auto_goes_on_where_it_stopped(run):
     before = metrics(run)
     output = train(
