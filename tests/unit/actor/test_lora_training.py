@@ -92,6 +92,7 @@ def quantized(mesh, toy_folder, tmp_path_factory):
     return run_of(mesh, toy_folder, tmp_path_factory.mktemp("nf4"), NF4)
 
 
+@pytest.mark.slow
 def test_both_ways_of_sending_give_the_same_logprobs(trained, toy_folder):
     """From engines that were started on the base model and sent what a trainer sends."""
     _, trainer, targets = trained

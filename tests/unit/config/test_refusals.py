@@ -628,6 +628,7 @@ def test_a_check_imports_no_large_package(files):
     assert not {"torch", "ray", "PIL", "transformers", "datasets", "sglang"} & set(imported)
 
 
+@pytest.mark.slow
 def test_what_is_in_the_cache_is_not_asked_for_at_a_hub_out_of_reach(tmp_path):
     """Without this, transformers takes two minutes to load a processor that is in the cache."""
     model = tmp_path / "hub/models--owner--name"
@@ -672,6 +673,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_what_the_hub_says_of_a_name(tmp_path):
     server = HTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -215,6 +215,7 @@ def told(tmp_path_factory) -> list[list]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[" ".join(words) for words, _ in CASES])
 def test_refused_before_anything_slow(told, case):
     code, said, slow = told[case]

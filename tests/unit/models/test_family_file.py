@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rlinf_vl
 
 PACKAGE = Path(rlinf_vl.__file__).parent
@@ -186,6 +188,7 @@ for logprobs in expected.values():
 '''
 
 
+@pytest.mark.slow
 def test_a_family_is_added_by_one_file(tmp_path):
     shutil.copytree(
         PACKAGE, tmp_path / "copy/rlinf_vl", ignore=shutil.ignore_patterns("__pycache__")

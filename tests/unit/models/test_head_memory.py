@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from rlinf_vl.config.schema import ActorConfig
 
 MEASURED = """
@@ -29,6 +31,7 @@ print(above)
 """
 
 
+@pytest.mark.slow
 def test_forward_and_backward_take_less_than_two_thirds_of_the_whole_logits_above_the_model():
     """The gradient of the weights, 39 MB, included; float32 logits of 1024 tokens are 622 MB, once for each direction."""
     code = MEASURED.replace("CHUNK", str(ActorConfig().logprob_chunk_tokens))

@@ -22,7 +22,7 @@ def generator():
     return module
 
 
-@pytest.mark.quick("qwen3_vl")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modes_keep_what_the_file_says(family, generator):
     """Real tensors and the ledger's trace agree with each other, and with the file where it has this version."""

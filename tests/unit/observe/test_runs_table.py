@@ -109,6 +109,7 @@ def test_the_config_read_by_lines_is_that_of_yaml(tmp_path):
         assert "data.lines" not in lines and "lines" not in lines
 
 
+@pytest.mark.slow
 def test_a_thousand_runs_cost_no_yaml(tmp_path, monkeypatch):
     """The effect that makes it fast: nothing parses YAML or whole lines of JSON."""
     make_run(tmp_path, "first", [0.5])

@@ -31,6 +31,7 @@ def test_the_list_has_every_extra():
     assert extras.ALONE.keys() | OF_DEVELOPERS == extras.PROJECT["optional-dependencies"].keys()
 
 
+@pytest.mark.slow
 def test_each_extra_that_is_installed_here_does_alone_what_it_is_for():
     installed = [name for name in extras.ALONE if name not in SLOW and not extras.missing(name)]
     assert {"agents", "envs"} <= set(installed)

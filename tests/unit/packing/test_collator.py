@@ -111,6 +111,7 @@ def gradient(policy, loss):
     return torch.cat([g.flatten() for g in grads if g is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "trees", "share"),
     [("qwen3_vl", 200, True), ("qwen3_vl", 20, False), ("qwen3_5", 20, True)],

@@ -70,6 +70,7 @@ def overrides_in(line: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "on"),
     [
@@ -82,7 +83,6 @@ def overrides_in(line: str) -> list[str]:
     ],
     ids=["one", "offload", "four", "budget", "share", "small-share"],
 )
-@pytest.mark.quick("one", "share")
 def test_advice_fits_when_it_is_done_and_none_of_it_can_be_left_out(shallow, overrides, on):
     before = made(shallow, *overrides, on=on)
     line, *_ = advise(before, Model(before.config))
@@ -187,6 +187,7 @@ def test_shapes_are_known_without_a_network_for_both_editions():
     assert thinking.text_config.hidden_size == 4096
 
 
+@pytest.mark.slow
 def test_the_table_of_the_page_counts_the_gpus_that_the_ledger_counts():
     """One row's adapters; the others are made alike by `python docs/generate_memory_page.py --sizes`."""
     table = PAGES["sizes_table"]()

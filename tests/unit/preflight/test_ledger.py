@@ -306,6 +306,7 @@ def test_gpus_go_by_the_size_printed_on_them():
     assert 23.5 * GIB < Hardware.named(1, 24).gpu_bytes <= 23.65 * GIB
 
 
+@pytest.mark.slow
 def test_the_verb(capsys):
     fits = ["preflight", FLAGSHIP, "--gpus", "8", "runner.max_tokens_per_mbs=4096"]
     assert main(fits) == 0

@@ -212,6 +212,7 @@ def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger
     return ledger(parse_config(FLAGSHIP, settings), Hardware.named(gpus, 80, nodes), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["false", "true"])
 @pytest.mark.parametrize(
     ("gpus", "nodes", "placement"),

@@ -37,6 +37,7 @@ def verdict(response: str, answer: str) -> bool:
         return grade_math(response, answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paid", [False, True], ids=["wrong", "right"])
 def test_no_wrong_answer_of_the_corpus_is_paid_and_every_right_one_is(paid: bool) -> None:
     pairs = [pair for pair in PAIRS if pair["paid"] is paid]

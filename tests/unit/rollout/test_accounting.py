@@ -90,8 +90,8 @@ def updating(toy, toy_folder):
     toy.engine.load_weights([own], toy.engine.version + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, DROPS], ids=["whole history", "dropped thoughts"])
-@pytest.mark.quick("whole history")
 def test_conversations_go_on_while_weights_come(toy, updating, template):
     """Each token, of each turn, is of the version that it says; weights come within answers and between turns."""
     with pytest.MonkeyPatch.context() as patch:

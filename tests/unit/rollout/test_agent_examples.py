@@ -131,6 +131,7 @@ def test_the_tool_by_an_agent_is_the_tool_by_the_environment(monkeypatch, proces
     assert ours.reward == expected.get(case, 0.0)
 
 
+@pytest.mark.slow
 def test_what_the_torch_engine_samples_is_equal_to_the_digit(toy, problem):
     turns = 0
     for seed in range(6):

@@ -79,6 +79,7 @@ def test_every_order_of_calls_keeps_tokens_and_logprobs(toy, first_seed):
     assert_varied(groups)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(MEMBERS, st.integers(0, 10_000), st.sampled_from([120, 250, 2048]))
 def test_a_group_of_any_agents_keeps_tokens_and_logprobs(toy, members, first_seed, seq_length):

@@ -41,6 +41,7 @@ def sampling(toy, n=6):
     return SamplingParams(max_new_tokens=n, stop_ids=toy.processor.stop_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Faulty, AsyncFaulty])
 def test_a_step_with_crashing_hanging_and_lying_environments_ends_in_time(toy, kind):
     """256 environments at once, in groups of 8: 5 % of each kind of fault, at the start and in later turns."""

@@ -114,6 +114,7 @@ def test_a_sound_config_is_ready_in_one_line(prepared, capsys):
     assert not [path for path in Path("out").glob("*") if path.is_dir()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -122,7 +123,6 @@ def test_a_sound_config_is_ready_in_one_line(prepared, capsys):
         ("fails", "KeyError: 'key'"),
     ],
 )
-@pytest.mark.quick("fails")
 def test_a_reward_that_always_fails_ends_a_start_and_takes_no_name(prepared, name, reason, capfd):
     functions = f"reward.functions=[{{function: mine.py:{name}}}]"
     assert main(["train", "toy-grpo-cpu", *prepared, functions]) == 2

@@ -274,6 +274,7 @@ class Walk:
 """
 
 
+@pytest.mark.slow
 def test_an_environment_from_a_file_is_played_within_its_limits(tmp_path, toy_folder):
     rows, walk = tmp_path / "rows.jsonl", tmp_path / "walk.py"
     rows.write_text(

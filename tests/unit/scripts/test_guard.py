@@ -23,6 +23,7 @@ def test_waits(tmp_path):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [[], ["-n", "1"]], ids=["one process", "xdist"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_session(tmp_path: Path, parallel: list[str], number: signal.Signals):
@@ -32,7 +33,18 @@ def test_nothing_is_left_of_a_session(tmp_path: Path, parallel: list[str], numbe
     started = tmp_path / "started"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RLINF_VL_TEST_")}
     environment |= {"STARTED": str(started), "PYTHONPATH": str(ROOT / "tests")}
-    command = [sys.executable, "-m", "pytest", "-q", *parallel, "-p", "no:cacheprovider"]
+    # What a script starts behind `&` ignores interrupts, and so does what that starts: tests, too.
+    command = [
+        "env",
+        "--default-signal=INT",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *parallel,
+        "-p",
+        "no:cacheprovider",
+    ]
     session = subprocess.Popen(
         [*command, tmp_path, "--rootdir", tmp_path], cwd=tmp_path, env=environment,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -413,7 +413,7 @@ def test_the_tests_run_in_their_environments(
 ):
     done = bash(tree / script, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for (install, venv, argv), lines in zip(
         runs, (told[i : i + 3] for i in range(0, len(told), 3)), strict=True
     ):
