@@ -214,8 +214,9 @@ class DemonstrationReader:
                 group = imitated_group(self._renderer, problem, name)
                 summary = GroupSummary.of(group, self._processor.placeholder_ids)
                 groups.append((summary, group))
-                for image, _ in group.images if self._pixels else ():
-                    self._pixels(image)
+                if self._pixels is not None:
+                    for image, _ in group.images:
+                        self._pixels(image)
             return groups
 
         return self._thread.submit(read)
