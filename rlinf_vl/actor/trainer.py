@@ -502,8 +502,8 @@ class Trainer:
             local = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in named)
             values = ((name, value.detach().float().cpu()) for name, value in local)
         # A copy: on a CPU, the whole value of a weight may be the memory that is trained.
-        copies = {name: value.numpy().copy() for name, value in values}
-        return copies if dist.get_rank() == 0 else {}
+        is_first = dist.get_rank() == 0
+        return {name: value.numpy().copy() for name, value in values if is_first}
 
     def _sharded_weights(
         self, dtype: torch.dtype, device: str, everything: bool = False
