@@ -8,9 +8,10 @@ fails. Its quick tests run first, and the slow ones if they find nothing.
     python tests/planted_faults.py token-budget …   # some
     python tests/planted_faults.py --list
 
-An edit names no file: its old text stands exactly once in the package, wherever code has moved. An
-edit that no longer applies is an error that names it (tests/unit/package/test_planted_faults.py).
-Its text is then mended here, or replaced by another edit that breaks the same promise.
+An edit names a function and a piece of its code, but no file: it applies wherever the function has
+moved and however its lines are broken. One that no longer applies is an error that names it
+(tests/unit/package/test_planted_faults.py), to be mended here, or replaced by another edit that
+breaks the same promise.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import edits
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,14 +48,16 @@ class Fault:
 
     Attributes:
         page: the page that makes the promise, `architecture` or `reliability`.
-        old: a text that stands exactly once in the package.
-        new: the text that replaces it.
+        place: the function, method or class of the code, such as `GroupStore.put`; empty for a module.
+        old: an expression or a statement that stands in it exactly once, in any layout.
+        new: the code that replaces it.
         tests: the test files that keep the promise.
     """
 
     name: str
     page: str
     promise: str
+    place: str
     old: str
     new: str
     tests: tuple[str, ...]
@@ -65,54 +69,61 @@ FAULTS = (
         name="controller-gets-pixels",
         page="architecture",
         promise="The controller never touches a pixel or a token.",
-        old="turn_states=trajectory.turn_states,",
-        new="turn_states=(*trajectory.turn_states, trajectory.sequences),",
+        place="TrajectorySummary.of",
+        old="trajectory.turn_states",
+        new="(*trajectory.turn_states, trajectory.sequences)",
         tests=("tests/integration/test_controller_receives.py",),
     ),
     Fault(
         name="image-stored-twice",
         page="architecture",
         promise="An image exists once, however many groups show it.",
-        old="                and image.hash not in self._images\n",
-        new="",
+        place="GroupStore.put",
+        old="image.hash not in self._images",
+        new="True",
         tests=("tests/unit/transport/test_group_store.py",),
     ),
     Fault(
         name="ids-encoded-again",
         page="architecture",
         promise="What follows in a conversation extends the sampled ids.",
-        old="if has_ended and ids[-1] == new_ids[0]:",
-        new="if False:",
+        place="Renderer.follow",
+        old="has_ended and ids[-1] == new_ids[0]",
+        new="False",
         tests=("tests/unit/rollout/test_renderer.py",),
     ),
     Fault(
         name="placeholders-unmerged",
         page="architecture",
         promise="The number of image placeholders equals what the grids make (t·h·w / merge²).",
-        old="return grids.prod(axis=1) * self.tokens_per_tile // self.merge_size**2",
-        new="return grids.prod(axis=1) * self.tokens_per_tile // self.merge_size",
+        place="ImageTokens.__call__",
+        old="self.merge_size ** 2",
+        new="self.merge_size",
         tests=("tests/unit/models/test_processing.py",),
     ),
     Fault(
         name="vision-ids-sampled",
         page="architecture",
         promise="Vision placeholders, padding and unused ids cannot be sampled.",
-        old="never = {self.tokenizer.pad_token_id, *map(vocabulary.get, self.family.special_tokens)}",
-        new="never = {self.tokenizer.pad_token_id}",
+        place="Processor.banned_ids",
+        old="{self.tokenizer.pad_token_id, *map(vocabulary.get, self.family.special_tokens)}",
+        new="{self.tokenizer.pad_token_id}",
         tests=("tests/unit/models/test_processing.py",),
     ),
     Fault(
         name="softmax-over-banned-ids",
         page="architecture",
         promise="The trainer's softmax leaves the same ids out.",
-        old="return logits if banned is None else logits.index_fill_(1, banned, -torch.inf)",
-        new="return logits",
+        place="_logits",
+        old="logits if banned is None else logits.index_fill_(1, banned, -torch.inf)",
+        new="logits",
         tests=("tests/unit/models/test_logprobs.py",),
     ),
     Fault(
         name="version-of-request",
         page="architecture",
         promise="Every token knows the weights that sampled it.",
+        place="Batch._draw",
         old="row.versions.append(version)",
         new="row.versions.append(row.versions[0] if row.versions else version)",
         tests=("tests/unit/engines/test_weights_in_flight.py",),
@@ -121,32 +132,36 @@ FAULTS = (
         name="temperature-the-wrong-way",
         page="architecture",
         promise="A logprob is that of the distribution sampled from, temperature included.",
-        old="logits.div_(torch.where(self.greedy, 1.0, self.temperature)[:, None])",
-        new="logits.mul_(torch.where(self.greedy, 1.0, self.temperature)[:, None])",
+        place="Sampler.__call__",
+        old="logits.div_",
+        new="logits.mul_",
         tests=("tests/unit/engines/test_sampling.py", "tests/unit/engines/test_torch_engine.py"),
     ),
     Fault(
         name="algorithms-import-ours",
         page="architecture",
         promise="algorithms/ imports torch and nothing of ours; arrows go one way.",
-        old='AGGREGATION_MODES = ("token-mean"',
-        new='import rlinf_vl.errors  # noqa\n\nAGGREGATION_MODES = ("token-mean"',
+        place="aggregate",
+        old="divisor = count if denominator is None else denominator",
+        new="import rlinf_vl.errors\n\ndivisor = count if denominator is None else denominator",
         tests=("tests/unit/package/test_imports.py",),
     ),
     Fault(
         name="column-of-other-tokens",
         page="architecture",
         promise="A per-token column of the engine arrives in the trainer.",
-        old="columns=_columns([(p.sequence, t) for _, p, t in sampled]),",
-        new="columns=_columns([(p.sequence, t - 1) for _, p, t in sampled]),",
+        place="Collator.__call__",
+        old="(p.sequence, t)",
+        new="(p.sequence, t - 1)",
         tests=("tests/unit/packing/test_collator.py",),
     ),
     Fault(
         name="mean-of-means",
         page="architecture",
         promise="The loss does not depend on packing: denominators are global counts.",
-        old="divisor = count if denominator is None else denominator",
-        new="divisor = count",
+        place="aggregate",
+        old="count if denominator is None else denominator",
+        new="count",
         tests=(
             "tests/unit/algorithms/test_aggregation.py",
             "tests/integration/test_update_invariance.py",
@@ -156,22 +171,25 @@ FAULTS = (
         name="gradient-of-one-rank",
         page="architecture",
         promise="The gradient does not depend on how many ranks there are.",
-        old="(loss * self.mesh.size).backward()",
-        new="loss.backward()",
+        place="Trainer.update",
+        old="loss * self.mesh.size",
+        new="loss",
         tests=("tests/integration/test_update_invariance.py",),
     ),
     Fault(
         name="prefix-merged-wrong",
         page="architecture",
         promise="Attention over a shared prompt, merged by log-sum-exps, is the exact softmax.",
-        old="lse[rows] = torch.logaddexp(old_lse, added_lse)",
-        new="lse[rows] = torch.maximum(old_lse, added_lse)",
+        place="merge",
+        old="torch.logaddexp",
+        new="torch.maximum",
         tests=("tests/unit/models/test_attention.py",),
     ),
     Fault(
         name="prefix-gradient-lost",
         page="architecture",
         promise="Each part's backward is exact for its own keys.",
+        place="Layout.backward",
         old="grad_sum[tokens] += part_grad",
         new="grad_sum[tokens] = part_grad",
         tests=("tests/unit/models/test_attention.py",),
@@ -180,70 +198,79 @@ FAULTS = (
         name="vision-of-one-rank",
         page="architecture",
         promise="Every rank makes the same calls in every micro-step, so no collective waits.",
-        old="any(item.patches for rank in per_rank for item in rank[step])",
-        new="any(item.patches for item in per_rank[0][step])",
+        place="plan_micro_batches",
+        old="(item.patches for rank in per_rank for item in rank[step])",
+        new="(item.patches for item in per_rank[0][step])",
         tests=("tests/unit/packing/test_planner.py",),
     ),
     Fault(
         name="token-budget",
         page="architecture",
         promise="A micro-batch never exceeds its token budget.",
-        old="needed = once_tokens[group[first]] + tokens[end] - tokens[first]",
-        new="needed = tokens[end] - tokens[first]",
+        place="_fill",
+        old="once_tokens[group[first]] + tokens[end]",
+        new="tokens[end]",
         tests=("tests/unit/packing/test_planner.py",),
     ),
     Fault(
         name="stream-without-step",
         page="architecture",
         promise="A sample's random stream depends on seed, step, row and sample.",
-        old="stream_seed(seed, split, stream_step, k, row, i) for i in range(samples)",
-        new="stream_seed(seed, split, k, row, i) for i in range(samples)",
+        place="make_tasks",
+        old="stream_seed(seed, split, stream_step, k, row, i)",
+        new="stream_seed(seed, split, k, row, i)",
         tests=("tests/unit/controller/test_loop.py",),
     ),
     Fault(
         name="positions-behind-images",
         page="architecture",
         promise="M-RoPE positions are computed for each whole sequence from its image grids.",
-        old="out[1:, end:] += position + max(steps, h, w) - out[1, end : end + 1]",
-        new="out[1:, end:] += position + max(steps, h) - out[1, end : end + 1]",
+        place="mrope_positions",
+        old="max(steps, h, w)",
+        new="max(steps, h)",
         tests=("tests/unit/models/test_image_tokens.py",),
     ),
     Fault(
         name="features-of-this-step-dropped",
         page="architecture",
         promise="Features of a frozen tower are computed once a step and kept by content hash.",
-        old="if oldest in self._pinned:",
-        new="if False:",
+        place="VisionCache._store",
+        old="oldest in self._pinned",
+        new="False",
         tests=("tests/unit/models/test_vision_cache.py",),
     ),
     Fault(
         name="pass-that-gives-nothing-new",
         page="architecture",
         promise="The first optimizer step's old logprobs are its own forward's.",
-        old="auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1",
-        new="auto = 0",
+        place="Trainer._logprobs_before",
+        old="0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1",
+        new="0",
         tests=("tests/unit/actor/test_old_policies.py",),
     ),
     Fault(
         name="logits-of-all-positions",
         page="architecture",
         promise="No tensor of all positions by the whole vocabulary ever exists.",
-        old='CHUNK_BYTES = {"cpu": 2**24',
-        new='CHUNK_BYTES = {"cpu": 2**44',
+        place="",
+        old='CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}',
+        new='CHUNK_BYTES = {"cpu": 2**44, "cuda": 2**44}',
         tests=("tests/unit/models/test_head_memory.py",),
     ),
     Fault(
         name="session-of-another-image",
         page="architecture",
         promise="A session's keys are used for exactly the tokens and images that they are of.",
-        old="(i for i, (image, cached_hash) in enumerate(pairs) if image.hash != cached_hash), None",
-        new="(i for i, (image, cached_hash) in enumerate(pairs) if image is None), None",
+        place="CachedPrefix.reusable_for",
+        old="image.hash != cached_hash",
+        new="image is None",
         tests=("tests/unit/engines/test_prefix_cache.py",),
     ),
     Fault(
         name="keys-of-old-weights",
         page="architecture",
         promise="With kv_after_update=recompute, logprobs are those of each token's weights.",
+        place="TorchEngine.load_weights",
         old="self._cache_outdated = True",
         new="self._cache_outdated = False",
         tests=("tests/unit/engines/test_weights_in_flight.py",),
@@ -252,16 +279,18 @@ FAULTS = (
         name="routes-not-replayed",
         page="architecture",
         promise="With routing_replay the trainer's policy takes the experts of the engine.",
-        old="experts = torch.where(is_reported[:, None], engine_choice, router_choice)",
-        new="experts = router_choice",
+        place="Routing.__call__",
+        old="torch.where(is_reported[:, None], engine_choice, router_choice)",
+        new="router_choice",
         tests=("tests/unit/models/test_mixture.py", "tests/unit/actor/test_routing_replay.py"),
     ),
     Fault(
         name="fingerprint-not-compared",
         page="architecture",
         promise="The first sync's fingerprint must be that of what arrives.",
-        old="if self.fingerprint not in (None, actual):",
-        new="if False:",
+        place="Label.compare",
+        old="self.fingerprint not in (None, actual)",
+        new="False",
         tests=("tests/unit/weights/test_fingerprint.py", "tests/integration/test_weight_sync.py"),
     ),
     # --- docs/reliability.md ----------------------------------------------------------------------
@@ -269,6 +298,7 @@ FAULTS = (
         name="groups-not-sent-again",
         page="reliability",
         promise="All groups of a dead worker are sent again.",
+        place="Dispatcher.requeue",
         old="submission.arrived -= resent",
         new="pass",
         tests=("tests/unit/rollout/test_supervisor.py",),
@@ -277,14 +307,16 @@ FAULTS = (
         name="wedged-engine-alive",
         page="reliability",
         promise="An engine without progress counts as hung.",
-        old="wedged = idle_s > timeout_s and (self._stepping or self._may_step())",
-        new="wedged = False",
+        place="TorchEngine.alive",
+        old="idle_s > timeout_s and (self._stepping or self._may_step())",
+        new="False",
         tests=("tests/unit/engines/test_torch_engine.py",),
     ),
     Fault(
         name="endless-restarts",
         page="reliability",
         promise="Ranks start again at most runner.max_restarts times from one checkpoint.",
+        place="Restarting.run",
         old="restarts[checkpoint] += 1",
         new="restarts[checkpoint] = 0",
         tests=("tests/unit/controller/test_supervise.py",),
@@ -293,6 +325,7 @@ FAULTS = (
         name="terminal-signals-ray",
         page="reliability",
         promise="Ray's processes have sessions of their own, so that only the run hears Ctrl-C.",
+        place="_own_sessions",
         old="partial(popen, start_new_session=True)",
         new="partial(popen)",
         tests=("tests/e2e/test_recovery.py",),
@@ -301,6 +334,7 @@ FAULTS = (
         name="grace-period-unwatched",
         page="reliability",
         promise="The run ends before runner.grace_period is over.",
+        place="StopRequest._receive",
         old="self._end.start()",
         new="pass",
         tests=("tests/unit/runtime/test_stop_request.py",),
@@ -309,14 +343,16 @@ FAULTS = (
         name="checkpoint-in-place",
         page="reliability",
         promise="Whatever is killed while a checkpoint is written, the one before is whole.",
-        old="        if path.is_dir():  # rename can't replace a folder that has files",
-        new="        if path.is_dir():\n            shutil.rmtree(path)\n        if path.is_dir():",
+        place="write_aside",
+        old="os.rename(path, replaced)",
+        new="shutil.rmtree(path)",
         tests=("tests/unit/runtime/test_run_folder.py",),
     ),
     Fault(
         name="step-saved-again-lost",
         page="reliability",
         promise="An older checkpoint of a step gets its name back after a crash.",
+        place="_mend",
         old="os.rename(replaced, path)",
         new="pass",
         tests=("tests/unit/runtime/test_run_folder.py",),
@@ -325,38 +361,43 @@ FAULTS = (
         name="two-runs-in-a-folder",
         page="reliability",
         promise="A second run in a folder that is in use is refused.",
-        old="fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        new="fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        place="locked",
+        old="fcntl.LOCK_EX",
+        new="fcntl.LOCK_SH",
         tests=("tests/unit/runtime/test_run_start.py",),
     ),
     Fault(
         name="newer-branch-mixed-in",
         page="reliability",
         promise="Checkpoints newer than the one resumed from are kept in abandoned-N/.",
-        old="for checkpoint_step, folder in checkpoints(home) if checkpoint_step > step]",
-        new="for checkpoint_step, folder in checkpoints(home) if checkpoint_step > step + 9**9]",
+        place="_set_newer_aside",
+        old="checkpoint_step > step",
+        new="checkpoint_step > step + 9 ** 9",
         tests=("tests/unit/runtime/test_run_start.py",),
     ),
     Fault(
         name="schedule-begins-anew",
         page="reliability",
         promise="The learning rate's schedule goes on from the step of the checkpoint.",
-        old="self.scheduler = self._schedule(done=step)",
-        new="self.scheduler = self._schedule(done=0)",
+        place="Trainer.load",
+        old="self._schedule(done=step)",
+        new="self._schedule(done=0)",
         tests=("tests/unit/actor/test_checkpoint.py",),
     ),
     Fault(
         name="row-never-alone",
         page="reliability",
         promise="A row that kills workers is answered alone, then quarantined.",
-        old="return self._deaths[task.split, task.row] == self._max_deaths - 1",
-        new="return False",
+        place="Quarantine.must_be_alone",
+        old="self._deaths[task.split, task.row] == self._max_deaths - 1",
+        new="False",
         tests=("tests/unit/rollout/test_supervisor.py",),
     ),
     Fault(
         name="lines-of-a-full-disk-lost",
         page="reliability",
         promise="Lines that a full disk refuses are kept and written when they fit.",
+        place="LineFile.append",
         old="self._unwritten_lines += lines",
         new="self._unwritten_lines = lines",
         tests=("tests/unit/runtime/test_files.py",),
@@ -365,24 +406,27 @@ FAULTS = (
         name="full-disk-ends-the-run",
         page="reliability",
         promise="Training goes on when a checkpoint does not fit the disk.",
-        old='self._log.event("checkpoint_failed", str(error))',
-        new='self._log.event("checkpoint_failed", str(error))\n        raise error',
+        place="Saver._failed",
+        old="if last:\n    raise error",
+        new="raise error",
         tests=("tests/unit/controller/test_saver.py",),
     ),
     Fault(
         name="damage-unnoticed",
         page="reliability",
         promise="A damaged checkpoint is refused at a resume.",
-        old='return None if actual_digest == sums[name] else f"{name} is not as it was written"',
-        new="return None",
+        place="damage.problem",
+        old="None if actual_digest == sums[name] else f'{name} is not as it was written'",
+        new="None",
         tests=("tests/unit/runtime/test_run_folder.py",),
     ),
     Fault(
         name="step-with-nan",
         page="reliability",
         promise="An optimizer step with a NaN in its gradient is skipped.",
-        old="if finite and not idle:",
-        new="if not idle:",
+        place="Trainer._optimize",
+        old="finite and (not idle)",
+        new="not idle",
         tests=(
             "tests/unit/actor/test_trained_parts.py",
             "tests/integration/test_lost_groups.py",
@@ -392,38 +436,43 @@ FAULTS = (
         name="blind-engine",
         page="reliability",
         promise="The run stops when the engine does not see the images.",
-        old='if kind != "no_image" and difference > noise and blank < difference / 2:',
-        new="if False:",
+        place="judge",
+        old="kind != 'no_image' and difference > noise and (blank < difference / 2)",
+        new="False",
         tests=("tests/unit/controller/test_mismatch.py",),
     ),
     Fault(
         name="endless-bad-rows",
         page="reliability",
         promise="If more than data.max_bad_rows of a split are bad, the run stops.",
-        old="if n and n / total > self._max_fraction:",
-        new="if n > total:",
+        place="BadRows.check",
+        old="n and n / total > self._max_fraction",
+        new="n > total",
         tests=("tests/unit/controller/test_bad_rows.py",),
     ),
     Fault(
         name="failed-trajectory-trained",
         page="reliability",
         promise="A trajectory that failed is masked.",
-        old="for i, trajectory in enumerate(summary.trajectories)\n        if trajectory.error is None",
-        new="for i, trajectory in enumerate(summary.trajectories)\n        if True",
+        place="trainable",
+        old="trajectory.error is None",
+        new="True",
         tests=("tests/unit/controller/test_step_plan.py",),
     ),
     Fault(
         name="path-leaves-the-folder",
         page="reliability",
         promise="Paths of images stay in the data set's folder.",
-        old="if not path.is_relative_to(root.resolve()):",
-        new="if False:",
+        place="file_inside",
+        old="not path.is_relative_to(root.resolve())",
+        new="False",
         tests=("tests/unit/data/test_images.py",),
     ),
     Fault(
         name="redirect-to-any-host",
         page="reliability",
         promise="Images come from the listed hosts only, redirects included.",
+        place="_read.RedirectToListed.redirect_request",
         old="_check_host(newurl, hosts)",
         new="pass",
         tests=("tests/unit/data/test_fetch.py",),
@@ -432,22 +481,25 @@ FAULTS = (
         name="answer-without-limits",
         page="reliability",
         promise="A formula has half a second of processor time and 100 MB.",
-        old="            limit(limit_s, wall_limit_s)\n",
-        new="",
+        place="serve",
+        old="limit(limit_s, wall_limit_s)",
+        new="pass",
         tests=("tests/unit/rewards/test_hostile_answers.py",),
     ),
     Fault(
         name="one-mistake-at-a-time",
         page="reliability",
         promise="All mistakes of a config are reported at once.",
-        old="return list(problems.values())",
-        new="return list(problems.values())[:1]",
+        place="_fill",
+        old="list(problems.values())",
+        new="list(problems.values())[:1]",
         tests=("tests/unit/config/test_config_load.py",),
     ),
     Fault(
         name="images-never-released",
         page="reliability",
         promise="Groups and their images are released after each step.",
+        place="GroupStore.release",
         old="self._images.pop(name, None)",
         new="pass",
         tests=(
@@ -458,37 +510,28 @@ FAULTS = (
 )
 
 
-class DoesNotApply(Exception):
-    """An edit whose old text is missing or stands more than once."""
-
-
-def located(fault: Fault, root: Path = ROOT) -> Path:
-    """Return the only file of the package in which the fault's old text stands, exactly once.
+def edited(fault: Fault, root: Path = ROOT) -> tuple[Path, str]:
+    """Return the file below `root` that the fault is planted in, and its source with the fault.
 
     Raises:
-        DoesNotApply: there is none, or there are more.
+        edits.DoesNotApply: the place is missing, or not the only one.
     """
-    counts: dict[Path, int] = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        if count := path.read_text(encoding="utf-8").count(fault.old):
-            counts[path] = count
-    if sum(counts.values()) != 1:
-        places = ", ".join(f"{path.relative_to(root)} ({n})" for path, n in counts.items())
-        raise DoesNotApply(
-            f"fault {fault.name!r} ({fault.promise}): its old text stands in {places or 'no file'}, "
-            f"not exactly once; mend its edit in {Path(__file__).relative_to(ROOT)}:\n{fault.old}"
-        )
-    return next(iter(counts))
+    try:
+        path, node = edits.find(root / PACKAGE, fault.place, fault.old)
+    except edits.DoesNotApply as error:
+        raise edits.DoesNotApply(
+            f"fault {fault.name!r} ({fault.promise}), to be mended in {Path(__file__).name}: {error}"
+        ) from None
+    return path, edits.replaced(path.read_text(encoding="utf-8"), node, fault.new)
 
 
 @contextmanager
-def planted(fault: Fault, root: Path) -> Iterator[Path]:
-    """Have the fault in the copy at `root` during the block; yield the edited file."""
-    path = located(fault, root)
+def planted(path: Path, source: str) -> Iterator[None]:
+    """Have another source in the file during the block."""
     text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    path.write_text(source, encoding="utf-8")
     try:
-        yield path
+        yield
     finally:
         path.write_text(text, encoding="utf-8")
 
@@ -543,7 +586,7 @@ def find(fault: Fault, root: Path) -> tuple[str, str]:
         "quick", "slow" or "missed", and the test that failed or the reason why none did.
     """
     outcome = "no test ran"
-    with planted(fault, root):
+    with planted(*edited(fault, root)):
         for kind, marks in (("quick", "not slow"), ("slow", "slow")):
             status, output = run_tests(root, marks, fault.tests)
             failed = re.findall("^(?:FAILED|ERROR) (tests.+?)(?: - |$)", output, re.MULTILINE)
