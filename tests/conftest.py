@@ -91,21 +91,19 @@ def pytest_keyboard_interrupt() -> None:
 
 
 def _left_running() -> list[psutil.Process]:
-    """Processes that carry this session's mark: children, and those whose parent has already gone."""
-    found = []
-    for process in psutil.process_iter():
+    """Processes that this session started: children, and those whose parent has already gone."""
+    running = []
+    for process in guard.marked_processes(f"{SESSION}={os.getpid()}"):
         try:
             if (
-                process.pid != os.getpid()
-                and process.environ().get(SESSION) == str(os.getpid())
-                and process.status() != psutil.STATUS_ZOMBIE
+                process.status() != psutil.STATUS_ZOMBIE
                 and "multiprocessing.resource_tracker"
                 not in " ".join(process.cmdline())  # ends with this process
             ):
-                found.append(process)
+                running.append(process)
         except psutil.Error:
-            continue  # gone, or somebody else's
-    return found
+            continue  # gone
+    return running
 
 
 @pytest.fixture(scope="session", autouse=True)
