@@ -13,11 +13,10 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import shares_slots
 from rlinf_vl.preflight.gpu_kinds import kind_of_size
 from rlinf_vl.preflight.gpu_parts import GIB
+from rlinf_vl.preflight.hours import usual_lengths
 from rlinf_vl.preflight.ledger import Hardware
 from rlinf_vl.preflight.model import Model
-from rlinf_vl.preflight.rates import rates_of
 from rlinf_vl.preflight.search import Found, Layout, Search
-from rlinf_vl.preflight.step_time import usual_lengths
 
 PAGE = Path(__file__).with_name("cost.md")
 with_tables = runpy.run_path(str(PAGE.with_name("marked_tables.py")))["with_tables"]
@@ -36,7 +35,6 @@ COLUMNS = (
     "offload",
     "micro-batch",
     "s/step",
-    "tokens/s/GPU",
     "GPU GiB",
     "host GiB",
 )
@@ -56,7 +54,6 @@ def shown(layout: Layout) -> list[str]:
         next((name for name, is_set in offloads.items() if is_set), "–"),
         str(config.runner.max_tokens_per_mbs),
         f"{layout.time.total:.0f}",
-        f"{layout.time.tokens_per_slot:.0f}",
         f"{peak / GIB:.1f}",
         f"{layout.host_bytes / GIB:.0f}",
     ]
@@ -79,8 +76,8 @@ def table(name: str, machines: tuple[int, ...]) -> str:
         for nodes in machines:
             start = time.process_time()
             hardware = Hardware.named(8, card, nodes)
-            rates, lengths = rates_of(kind_of_size(card)), usual_lengths(config)
-            search = Search(config, hardware, rates, lengths, models=models, report=_report)
+            kind, lengths = kind_of_size(card), usual_lengths(config)
+            search = Search(config, hardware, kind, lengths, models=models, report=_report)
             found = search.run(max_layouts=8)
             first = f"{8 * nodes} × {card} GB"
             rows = [shown(layout) for layout in chosen(found)]

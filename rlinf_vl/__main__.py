@@ -186,10 +186,6 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.cli.keys import describe
 
             print(describe(arguments.key))
-        case "recipes":
-            from rlinf_vl.recipes.main import main as show_recipes
-
-            return show_recipes(arguments)
         case "new":
             from rlinf_vl.cli.new import new
 
@@ -331,12 +327,6 @@ def _run_verb(arguments: argparse.Namespace) -> int:
             from rlinf_vl.preflight import table
 
             return table.main(arguments)
-        case "calibrate":
-            from rlinf_vl.calibrate.main import main as calibrate
-            from rlinf_vl.entry import prepare_toys
-
-            config = load_config(arguments.config, arguments.overrides)
-            return calibrate(config, prepare_toys(config))
     return 0
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlinf_vl.config import Config, save_config
-from rlinf_vl.config.placement import Placement
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.digest import write_digests
 from rlinf_vl.errors import ConfigError, RunError, reason_of, without_colors
@@ -245,7 +244,6 @@ def _backend(
             from rlinf_vl.local.supervise import supervise as local_supervise
 
         with _recorded(run_dir) as progress:
-            _predict(config, model_path, run_dir)
             yield partial(local_supervise, config, model_path), progress
         return
     if imitates:
@@ -257,20 +255,7 @@ def _backend(
     with _machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation):
         settle_memory(config, model_path, reservation)
         save_config(config, run_dir / "config.yaml")  # with what was settled
-        _predict(config, model_path, run_dir, reservation.placement)
         yield partial(supervise, config, model_path, reservation), progress
-
-
-def _predict(
-    config: Config, model_path: str, run_dir: Path, placement: Placement | None = None
-) -> None:
-    """Write the estimate of a step into the run's folder; a run goes on without one."""
-    from rlinf_vl.preflight.prediction import write_prediction
-
-    try:
-        write_prediction(config, model_path, run_dir, placement)
-    except (ConfigError, ValueError, OSError) as error:
-        log.warning("no estimate of the seconds of a step: %s", error)
 
 
 @contextmanager

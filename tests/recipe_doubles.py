@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 from rlinf_vl.config import load_config
+from rlinf_vl.config.load import EXAMPLES_DIR
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.recipes.catalog import recipes
 
-VARIANTS = [name for recipe in recipes().values() for name in recipe.variants]
+FOLDER = EXAMPLES_DIR / "recipes"
+VARIANTS = sorted(path.stem for path in FOLDER.glob("*/*.yaml") if path.name != "recipe.yaml")
 #: Family → the toy that stands in for its models; the toy's own has the architecture of Qwen3-VL.
 TOY_OF = {
     toy.model_type: name

@@ -43,14 +43,14 @@ def configs_and_keys() -> str:
     """Return the list of the example configs, and of every key by its section."""
     lines = ["configs (or the path of your own, which may begin with 'defaults: [toy-grpo-cpu]'):"]
     for name, path in examples().items():
-        # Those of recipes have a verb of their own.
+        # Those of recipes have a page of their own.
         if "recipes" in path.relative_to(EXAMPLES_DIR).parts:
             continue
         # The first line of an example says its subject.
         subject = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         lines.append(f"  {name:<32} {textwrap.shorten(subject, 90, placeholder=' …')}")
     lines += [
-        "  (and published results: 'rlinf-vl recipes')",
+        "  (and published results: docs/recipes.md)",
         "",
         "keys ('rlinf-vl config KEY' says what one means, its default, and what it may be):",
     ]

@@ -431,9 +431,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument(
         "--search", action="store_true", help="look for the fastest layouts that fit, all keys"
     )
-    argument(
-        "--time", action="store_true", help="estimate seconds and hours for splits and schedules"
-    )
+    argument("--time", action="store_true", help="estimate seconds of a step and hours, as a range")
     argument("--price", type=float, metavar="DOLLARS", help="of a GPU and hour, with --time")
     argument(
         "--host-memory", type=float, metavar="GIB", help="of a machine (default 216 for each GPU)"
@@ -442,13 +440,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     argument("--image-tokens", type=float, help="mean of a prompt's images")
     argument("--response-tokens", type=float, help="mean of a response")
     argument("--longest-response", type=float, help="the longest response of a step")
-
-    argument = verb(
-        "calibrate",
-        "measure for about a minute what this machine does with a config's model, for preflight "
-        "--time",
-    )
-    add_config_and_overrides(argument)
 
     # Write configs and code.
     add_writing_verbs(verb)

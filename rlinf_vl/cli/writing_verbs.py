@@ -10,16 +10,10 @@ from rlinf_vl.config.systems import SYSTEMS
 
 
 def add_writing_verbs(verb: Any) -> None:
-    """Add `recipes`, `config`, `convert-config`, `new` and `completion`.
+    """Add `config`, `convert-config`, `new` and `completion`.
 
     `verb`: makes a verb of a name and a summary; returns the method that adds an argument to it.
     """
-    argument = verb("recipes", "published results with their exact settings, or one of them")
-    argument(
-        "name", nargs="?", metavar="NAME", help="a recipe, or one config of it"
-    ).completer = _recipe_names
-    argument("--json", action="store_true", help="print it as JSON")
-
     argument = verb(
         "config",
         "show configuration keys: all of them with their defaults, or what one means and may be",
@@ -67,10 +61,3 @@ def add_writing_verbs(verb: Any) -> None:
         default="bash",
         help="bash unless named",
     )
-
-
-def _recipe_names(**_: Any) -> list[str]:
-    """Return the names that complete `recipes`."""
-    from rlinf_vl.recipes.catalog import recipes
-
-    return [*recipes(), *(name for recipe in recipes().values() for name in recipe.variants)]

@@ -4,7 +4,7 @@ Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L20, L40S and of th
 (GeForce RTX 4090). Products are dense ones in bfloat16 with float32 sums, without sparsity. NVLink
 is one direction, so half of what is printed. Networks are those of the maker's own machines of 8
 (DGX): one adapter of 400 Gbit/s for each GPU, 200 with A100; for cards without NVLink, 100 Gbit/s
-for each machine of 8. What a program reaches of these is in `rlinf_vl.preflight.rates`.
+for each machine of 8. What a program reaches of these is in `rlinf_vl.preflight.hours`.
 """
 
 from dataclasses import dataclass

@@ -30,7 +30,6 @@ from rlinf_vl.models.recompute import Checkpointing, checkpoint_blocks
 from rlinf_vl.models.shapes import Mixture
 from rlinf_vl.preflight.trace import (
     Trace,
-    Work,
     interpolated,
     pretend_cuda,
     trace_images,
@@ -49,7 +48,7 @@ SHALLOW = (4, 6)
 #: balance loss stay below it in most layers; `actor/expert_load` is the same of single experts.
 EXPERT_IMBALANCE = 1.25
 #: The trace of a model that traces nothing.
-NO_TRACE = Trace(0, {}, 0, 0, Work(), Work())
+NO_TRACE = Trace(0, {}, 0, 0)
 #: More tokens in a micro-batch are not traced: a trace's time grows with its tokens.
 MOST_TOKENS = 2**21
 
@@ -155,7 +154,7 @@ class Model:
             return self._trace_by_layers(rank_tokens, mode)
         if not self.interpolates:
             return self._trace(rank_tokens, mode)
-        # The longest sequence and four of them: memory and work are linear in tokens between.
+        # The longest sequence and four of them: memory is linear in tokens between.
         low, high = (n * max(512, longest // 512 * 512) for n in (1, 4))
         shortest, longest_trace = (self._trace_by_layers(n, mode) for n in (low, high))
         return interpolated(shortest, longest_trace, low, high, rank_tokens)
@@ -164,7 +163,7 @@ class Model:
     def _trace_by_layers(self, rank_tokens: int, mode: str) -> Trace:
         """Trace a few layers, and others like them by the line through two traces.
 
-        Memory, work and operations are linear in equal layers, behind those that differ.
+        Memory and operations are linear in equal layers, behind those that differ.
         """
         text = self.shape.get_text_config()
         differing = getattr(text, "layer_types", None) or getattr(text, "mlp_only_layers", None)
@@ -392,32 +391,6 @@ class Weights:
         """
         shapes = [p.shape for p in self.parameters if p.requires_grad or not trained]
         return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
-
-    @cache  # noqa: B019
-    def padded(
-        self,
-        part: str,
-        ranks: int,
-        kinds: tuple[bool, ...],
-        *,
-        trained: bool = False,
-        expert_ranks: int = 1,
-    ) -> tuple[int, int]:
-        """Return the units of a part that have such weights, and the elements of these weights.
-
-        Padding for `ranks` is included. `kinds`: whether weights are experts' (True), others', or
-        both. `expert_ranks`: ranks that share out the weights that are counted.
-        """
-        sizes = []
-        for unit in self.units:
-            if unit.part == part:
-                size = 0
-                for experts in kinds:
-                    size += unit.padded(
-                        ranks, experts=experts, trained=trained, expert_ranks=expert_ranks
-                    )
-                sizes.append(size)
-        return sum(size > 0 for size in sizes), sum(sizes)
 
 
 def _units(model: nn.Module, family: Family, ignored: set[int]) -> tuple[Unit, ...]:

@@ -1,4 +1,4 @@
-"""Search the layouts of a config that fit some machines, and rank them by their estimated step.
+"""Search the layouts of a config that fit some machines, and rank them by `hours.estimate_step`.
 
 A layout is a set of changes of keys that leave the algorithm alone: placement, engine, sharding,
 parallel sizes, recomputation, offloading and budget. Every layout is a config of its own, which
@@ -9,8 +9,8 @@ without any activations is not traced. Experts are shared out wherever ranks can
 Rows are cut up (`context_parallel_size`) and optimizer states kept by the CPU (`cpu_offload`) only
 for placements of a kind, shared or split, where nothing fits without. Recomputation and
 `reshard_after_forward` are what the ledger makes of `auto` with the smallest budget, or those that
-that take the least memory, with a larger budget. The config's own layout and `variants` of it,
-which `preflight --time` estimates, are in the ranking, so that the two verbs agree.
+that take the least memory, with a larger budget. The config's own layout, which `preflight --time`
+estimates, and other placements of it are in the ranking.
 
 Memory between two budgets is from traces of both (`Model.interpolates`); the layouts that are
 reported are counted again from traces of their own budget (`Model.by_layers`).
@@ -21,9 +21,9 @@ import itertools
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
 
-from rlinf_vl.config.placement import Placement, placement_of, slots_named
+from rlinf_vl.config.placement import Placement, placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
@@ -36,13 +36,12 @@ from rlinf_vl.preflight.advice import (
     min_budget,
     model_key,
 )
-from rlinf_vl.preflight.decoding import Lengths
+from rlinf_vl.preflight.gpu_kinds import GpuKind
 from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.host_memory import host_memory
+from rlinf_vl.preflight.hours import SLOW, Lengths, StepTime, estimate_step
 from rlinf_vl.preflight.ledger import Hardware, Ledger, largest_budget, ledger
 from rlinf_vl.preflight.model import Model
-from rlinf_vl.preflight.rates import Rates
-from rlinf_vl.preflight.step_time import StepTime, estimate_step
 
 PLACEMENT = "cluster.component_placement"
 TP = "rollout.tensor_parallel_size"
@@ -63,29 +62,20 @@ CLOSED_FORMS, BUDGETS, EXACT = "closed forms", "budgets", "exact"
 HOST_GIB_PER_GPU = 216
 
 
-class Estimate(Protocol):
-    """A config's layout with the time that a step of it is estimated to take."""
-
-    @property
-    def time(self) -> StepTime: ...
-
-
-T = TypeVar("T", bound=Estimate)
-
-
 @dataclass(frozen=True)
 class Layout:
     """A layout that fits.
 
     Attributes:
         changes: of the config.
-        time: the estimated step.
+        time: the fast end of the estimated step; `slow`: the other end.
         ledger: the memory of its GPUs; `host_bytes`: of the fullest machine.
     """
 
     changes: tuple[Change, ...]
     config: Config
     time: StepTime
+    slow: StepTime
     ledger: Ledger
     host_bytes: int
 
@@ -115,28 +105,9 @@ def overrides_text(changes: Iterable[Change]) -> str:
     return " ".join(shlex.quote(str(change)) for change in changes)
 
 
-def fastest_first(estimates: Iterable[T]) -> list[T]:
-    """Return estimates in the order in which all of preflight ranks them."""
-    return sorted(estimates, key=lambda estimate: estimate.time.total)
-
-
-def variants(
-    config: Config, hardware: Hardware | None, schedules: Iterable[str]
-) -> Iterator[tuple[Change, ...]]:
-    """Yield changes of placement and schedule; none at first. `hardware`: None for a CPU."""
-    yield ()
-    if hardware is None:
-        slots = slots_named(config)
-        # A mode would not name the slots that a private cluster of a CPU is to have.
-        placements = [({"actor,rollout": f"0-{slots - 1}"}, slots, True)]
-        placements += _splits(slots, "", 1)
-    else:
-        placements = placements_on(hardware)
-    for schedule in schedules:
-        for placement, _, is_shared in placements:
-            # Engines that share slots with ranks take turns, so nothing can be ahead.
-            if schedule == "sync" or not is_shared:
-                yield Change(PLACEMENT, placement), Change("runner.schedule", schedule)
+def fastest_first(layouts: Iterable[Layout]) -> list[Layout]:
+    """Return layouts in the order of their ranking."""
+    return sorted(layouts, key=lambda layout: layout.time.total)
 
 
 def placements_on(hardware: Hardware) -> list[tuple[dict[str, str], int, bool]]:
@@ -182,7 +153,7 @@ class Search:
         self,
         config: Config,
         hardware: Hardware,
-        rates: Rates,
+        kind: GpuKind,
         lengths: Lengths,
         *,
         host_bytes: int | None = None,
@@ -196,7 +167,7 @@ class Search:
             models: those of a search for the same model on other hardware, with their traces.
             report: is told what the search is doing.
         """
-        self.config, self.hardware, self.rates, self.lengths = config, hardware, rates, lengths
+        self.config, self.hardware, self.kind, self.lengths = config, hardware, kind, lengths
         self.host_bytes = host_bytes or host_limit(hardware, None)
         self.report = report
         self.tried = 0
@@ -224,9 +195,12 @@ class Search:
                 fitting += layouts
                 if number % 20 == 0:
                     self.report(f"counted {number} of {len(roomy)}: {len(fitting)} fit")
-        for changes in variants(self.config, self.hardware, [self.config.runner.schedule]):
-            if layout := self._counted(changes):
-                fitting.append(layout)
+        own: list[tuple[Change, ...]] = [()]
+        for placement, _, is_shared in placements_on(self.hardware):
+            # Engines that share GPUs with ranks take turns, so nothing can be ahead.
+            if not (is_shared and self.config.runner.generates_ahead):
+                own.append((Change(PLACEMENT, placement),))
+        fitting += filter(None, map(self._counted, own))
         confirmed = itertools.islice(self._confirmed(fastest_first(fitting)), max_layouts)
         return Found(tuple(fastest_first(confirmed)), self.tried, natural)
 
@@ -378,10 +352,16 @@ class Search:
             return None
         model, placement, memory, host_bytes = fit
         # The ledger's config has values for what is automatic.
-        time = estimate_step(
-            memory.config, model, placement, self.rates, self.lengths, memory.kv_tokens
+        estimate = partial(
+            estimate_step,
+            memory.config,
+            model,
+            placement,
+            self.kind,
+            self.lengths,
+            memory.kv_tokens,
         )
-        return Layout(changes, memory.config, time, memory, host_bytes)
+        return Layout(changes, memory.config, estimate(), estimate(SLOW), memory, host_bytes)
 
     def _confirmed(self, fitting: Sequence[Layout]) -> Iterator[Layout]:
         """Yield the first layout of each placement and size of engines, counted exactly."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rlinf_vl.config.load import load_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight import cost, layout_table
+from rlinf_vl.preflight import hours, layout_table
 from rlinf_vl.preflight.advice import advise
 from rlinf_vl.preflight.gpu_parts import GIB, PARTS
 from rlinf_vl.preflight.ledger import (
@@ -114,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
             )
     hardware = Hardware.named(arguments.gpus, arguments.gpu_memory, arguments.nodes)
     if arguments.time:
-        return cost.main(arguments, config, hardware)
+        return hours.main(arguments, config, hardware)
     if arguments.search:
         return layout_table.main(arguments, config, hardware)
     model = Model(config)

@@ -1,14 +1,14 @@
 """Trace a pass of the real model code on tensors of the meta device.
 
-A trace has the operations that run, those that wait for the GPU, the bytes that are alive at once,
-and the work that the operations do. Nothing is computed, so a model of 2B takes about a second.
+A trace has the operations that run, those that wait for the GPU, and the bytes that are
+alive at once. Nothing is computed, so a model of 2B takes about a second.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 from rlinf_vl.models import attention
@@ -36,62 +35,13 @@ _SYNCHRONISING = {
     _aten.nonzero.default,
     _aten.masked_select.default,
 }
-#: Attention of one layer: products of 2 FLOPs for each pair of a query and a key, and each number
-#: of a head. Forward has two of them, backward five.
-_ATTENTION = {
-    _aten._flash_attention_forward.default: 2,
-    _aten._flash_attention_backward.default: 5,
-}
-
-
-@dataclass(slots=True)
-class Work:
-    """The work of the operations of a pass.
-
-    Attributes:
-        products: FLOPs of matrix products, but for those of `grouped` and of attention.
-        grouped: FLOPs of grouped products, as experts have them.
-        per_pair: FLOPs of attention for each pair of a query and a key that it sees, in all layers.
-        moved: bytes that the other operations read and write.
-    """
-
-    products: int = 0
-    grouped: int = 0
-    per_pair: int = 0
-    moved: int = 0
-
-    def add(self, operation: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Add an operation."""
-        if operation in _ATTENTION:
-            # The backward's first argument is the gradient, of the queries' shape as well.
-            self.per_pair += 2 * _ATTENTION[operation] * args[0].shape[-2] * args[0].shape[-1]
-        elif operation is _aten._grouped_mm.default:
-            a, b = args[0], args[1]
-            self.grouped += 2 * a.shape[0] * a.shape[1] * b.shape[-1]
-        elif operation._overloadpacket in flop_registry:
-            flops = flop_registry[operation._overloadpacket]
-            self.products += flops(*args, **kwargs, out_val=result)
-        elif not operation.is_view and operation not in _ALLOCATING:
-            tensors = tree_leaves((args, kwargs, result))
-            self.moved += sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
-
-
-#: Operations that write nothing.
-_ALLOCATING = {
-    _aten.empty.memory_format,
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.empty_strided.default,
-    _aten.detach.default,
-    _aten._unsafe_view.default,
-}
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts operations, their work, and the bytes of living storages.
+    """A mode that counts operations, and the bytes of living storages.
 
     Attributes:
-        operations: number of operations; `work`: what they do.
+        operations: number of operations.
         synchronising: of them, those that wait for the GPU, by name.
         current: bytes of living storages but those of `ignored`; `peak`: the most so far.
     """
@@ -99,7 +49,6 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, ignored: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.operations = 0
-        self.work = Work()
         self.synchronising: Counter[str] = Counter()
         self.current = 0
         self.peak = 0
@@ -121,7 +70,6 @@ class LiveBytes(TorchDispatchMode):
                 torch.Tensor, lambda x: x if x.is_meta or not x.ndim else x.to("meta"), args
             )
         result = operation(*args, **kwargs)
-        self.work.add(operation, args, kwargs, result)
         for storage in (
             x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)
         ):
@@ -187,15 +135,12 @@ class Trace:
         operations: number of operations; `synchronising`: of those that wait for the GPU, by name.
         saved: bytes that forward leaves for backward.
         peak: the most bytes alive beside parameters and their gradients.
-        work: the work of all operations; that of forward alone in `forward`.
     """
 
     operations: int
     synchronising: dict[str, int]
     saved: int
     peak: int
-    work: Work
-    forward: Work
 
 
 def interpolated(first: Trace, second: Trace, low: int, high: int, size: int) -> Trace:
@@ -208,21 +153,11 @@ def interpolated(first: Trace, second: Trace, low: int, high: int, size: int) ->
     def between(a: int, b: int) -> int:
         return max(0, round(a + share * (b - a)))
 
-    def work(a: Work, b: Work) -> Work:
-        return Work(
-            between(a.products, b.products),
-            between(a.grouped, b.grouped),
-            between(a.per_pair, b.per_pair),
-            between(a.moved, b.moved),
-        )
-
     return Trace(
         between(first.operations, second.operations),
         first.synchronising,
         between(first.saved, second.saved),
         between(first.peak, second.peak),
-        work(first.work, second.work),
-        work(first.forward, second.forward),
     )
 
 
@@ -260,11 +195,11 @@ def trace_step(
         else:
             features = _features(model, family, len(images), device)
         logprobs, entropy = policy(_row(tokens, longest, images), features)
-        saved, forward = live.current, replace(live.work)
+        saved = live.current
         (logprobs.sum() + entropy.sum()).backward()
     for hook in hooks:
         hook.remove()
-    return Trace(live.operations, +live.synchronising, saved, live.peak, live.work, forward)
+    return Trace(live.operations, +live.synchronising, saved, live.peak)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
@@ -282,7 +217,7 @@ def trace_images(model: PreTrainedModel, family: Family, tokens: int, longest: i
         features = _encode(model, family, tokens, longest)
         saved = live.current
     del features
-    return Trace(live.operations, +live.synchronising, saved, live.peak, live.work, live.work)
+    return Trace(live.operations, +live.synchronising, saved, live.peak)
 
 
 def _encode(model: PreTrainedModel, family: Family, tokens: int, longest: int) -> VisionFeatures:

@@ -17,7 +17,6 @@ from rlinf_vl.observe.evaluation import render
 from rlinf_vl.observe.replay_file import FOLDER, SUFFIX
 from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.observe.status import read_status
-from rlinf_vl.report.predicted import PredictedPhase, compare_prediction
 from rlinf_vl.runtime.files import read_lines
 
 #: Rows at most of the table of events, and of that of skipped rows: the newest ones.
@@ -45,7 +44,6 @@ class RunFiles:
     baselines: dict[str, float]
     spans: dict[tuple[str, str], tuple[int, float]]  # (process, phase) → count, total seconds
     evaluation: str  # tables, where the run is an evaluation
-    predicted: list[PredictedPhase]  # seconds of phases as `preflight --time` expected them
     notes: list[str]
 
     @property
@@ -157,9 +155,6 @@ def read_run(path: Path) -> RunFiles:
         },
         spans=_span_totals(path),
         evaluation=_evaluation(path / "eval.json", notes),
-        predicted=compare_prediction(
-            _mapping(path / "prediction.json", json.loads, notes, expected=False), metrics
-        ),
         notes=notes,
     )
 

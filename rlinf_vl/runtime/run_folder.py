@@ -33,7 +33,6 @@ START_FILES = {
     "config.yaml",
     "status.json",
     "environment.json",
-    "prediction.json",
     "datasets.json",
     "events.jsonl",
     "bad_rows.jsonl",

@@ -5,8 +5,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.systems import SYSTEMS
 from rlinf_vl.convert.tables import table
@@ -62,24 +60,3 @@ def test_the_page_of_models_has_every_family_and_shows_what_was_measured():
         assert figures.keys() == columns - empty, (
             f"{family}: each cell has a figure or a reason, not both"
         )
-
-
-def test_the_tables_of_costs_are_those_of_their_figures():
-    generator = runpy.run_path(str(DOCS / "generate_cost_page.py"))
-    page = (DOCS / "cost.md").read_text(encoding="utf-8")
-    assert page == generator["render"](page), "python docs/generate_cost_page.py"
-    rows = json.loads((DOCS / "published_steps.json").read_text(encoding="utf-8"))
-    settings = [(case.system, case.model, case.seconds) for case in generator["PUBLISHED"]]
-    assert [(row["system"], row["model"], row["seconds"]) for row in rows] == settings
-
-
-@pytest.mark.slow
-def test_a_published_step_is_estimated_as_the_page_says():
-    """The others are counted alike by `python docs/generate_cost_page.py --count`."""
-    generator = runpy.run_path(str(DOCS / "generate_cost_page.py"))
-    (case,) = (
-        case for case in generator["PUBLISHED"] if "VL-32B" in case.model and case.gpus == 32
-    )
-    rows = json.loads((DOCS / "published_steps.json").read_text(encoding="utf-8"))
-    (row,) = (row for row in rows if row["model"] == case.model)
-    assert generator["counted"](case)["predicted"] == pytest.approx(row["predicted"], rel=0.02)

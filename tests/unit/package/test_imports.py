@@ -51,9 +51,7 @@ ROOMS = {
     },
     "compare": {"algorithms", "config", "rewards"},
     "sweep": {"config", "observe", "preflight", "report", "runtime"},
-    "recipes": {"config"},
     "report": {"config", "observe", "runtime"},
-    "calibrate": {"actor", "config", "controller", "local", "preflight", "weights"},
     "look": {"config", "controller", "data", "models", "observe", "packing", "report", "runtime"},
     "preflight": {
         "actor", "config", "data", "engines", "envs", "models", "packing", "rewards", "runtime", "toy", "weights",

@@ -5,9 +5,9 @@ import runpy
 import numpy as np
 import pytest
 import torch
+from recipe_doubles import FOLDER
 
 from rlinf_vl.algorithms.losses import LossInputs
-from rlinf_vl.recipes.catalog import FOLDER
 from rlinf_vl.types import Problem
 
 PROBLEM = Problem(id="0", messages=(), answer="")

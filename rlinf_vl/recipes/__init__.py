@@ -1,1 +1,0 @@
-"""Recipes: published results with their exact settings, in examples/recipes; the verb `recipes`."""
