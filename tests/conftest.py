@@ -18,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SESSION = "RLINF_VL_TEST_SESSION"
+#: Parameters of a unit test in the quick suite; the others run at merge.
+QUICK_PARAMETERS = 4
 #: Variables with the time, in seconds since the epoch, from which no slow test begins, or no test.
 SLOW_UNTIL, ALL_UNTIL = "RLINF_VL_SLOW_TESTS_UNTIL", "RLINF_VL_TESTS_UNTIL"
 # Before they are marked: what ends everything that has the mark of this run, once this process is gone.
@@ -62,11 +64,29 @@ def _is_named(item: pytest.Item, mark: pytest.Mark) -> bool:
     return any(f"-{name}-" in ids for name in mark.args)
 
 
+def _left_to_merge(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return those parameters of unit tests that the quick suite leaves out: of each test it runs a few, spread evenly."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if hasattr(item, "callspec") and not marks & {"quick", "sample"}:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set()
+    for parameters in functions.values():
+        last = len(parameters) - 1
+        chosen = {round(i * last / (QUICK_PARAMETERS - 1)) for i in range(QUICK_PARAMETERS)}
+        if last >= QUICK_PARAMETERS:
+            left.update(item for i, item in enumerate(parameters) if i not in chosen)
+    return left
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as nightly what its test's `sample` leaves out; and as slow that, what `quick` leaves out, and what is no unit test."""
+    """Mark as nightly what its test's `sample` leaves out; and as slow that, what `quick` leaves out, what is no unit test, and
+    most parameters of unit tests that have many."""
+    left = _left_to_merge(items)
     for item in items:
-        is_slow = ROOT / "tests/unit" not in item.path.parents
+        is_slow = ROOT / "tests/unit" not in item.path.parents or item in left
         if quick := item.get_closest_marker("quick"):
             is_slow = bool(quick.args) and not _is_named(item, quick)
         sample = item.get_closest_marker("sample")

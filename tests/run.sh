@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment with the test tools and runs the tests. Arguments go to pytest:
 #   bash tests/run.sh tests/unit -k algo
-# Without any, the quick tests run: about 9 minutes on two cores. The first argument may name other ones:
+# Without any, the quick tests run: about 5 minutes on two cores. The first argument may name other ones:
 #   --all      the slow tests, too, about 35 minutes
 #   --slow     the slow tests alone
 #   --nightly  grids, peers, notebooks and hosts struck at random, for an hour or two, which neither of them has
@@ -27,7 +27,7 @@ case "$suite" in
     --all) about="quick and slow tests, about 35 minutes" tests=("${parallel[@]}" -m "not nightly") ;;
     --slow) about="slow tests, about 30 minutes" tests=("${parallel[@]}" -m "slow and not nightly") ;;
     --nightly) about="tests for a night, one or two hours" tests=("${parallel[@]}" -m nightly) ;;
-    "") about="quick tests, about 9 minutes" tests=("${parallel[@]}" -m "not slow") ;;
+    "") about="quick tests, about 5 minutes" tests=("${parallel[@]}" -m "not slow") ;;
     *) about="" ;;
 esac
 if [[ -n "$about" ]]; then

@@ -162,6 +162,7 @@ def tower_of(policy):
     return {n: local(p) for n, p in policy.named_parameters() if ".visual." in n}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl_beta", [0.0, 0.1])
 def test_engines_get_a_frozen_tower_that_was_trained_and_the_reference_keeps_the_base_model(
     mesh, toy_folder, towers, kl_beta
@@ -187,6 +188,7 @@ def test_engines_get_a_frozen_tower_that_was_trained_and_the_reference_keeps_the
         assert trainer.batches.cache is not None
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_that_is_the_base_models_is_neither_sent_nor_encoded_twice(
     mesh, toy_folder, towers
 ):

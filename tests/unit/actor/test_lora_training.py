@@ -138,12 +138,14 @@ def test_both_ways_of_sending_give_the_same_logprobs(trained, toy_folder):
     assert any("visual" in name for name in touched) == ("all-linear" in targets)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_adapters_and_a_rank_goes_on_as_if_it_had_never_stopped(
     mesh, trained, toy_folder
 ):
     resumes(mesh, toy_folder, *trained)
 
 
+@pytest.mark.slow
 def test_a_quantized_run_resumes_too(mesh, quantized, toy_folder):
     resumes(mesh, toy_folder, *quantized)
 
@@ -169,6 +171,7 @@ def resumes(mesh, toy_folder, folder, trainer, targets):
     assert not equal(weights(again), at_save)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_have_the_whole_model(mesh, toy_folder, tmp_path):
     trainer = started(mesh, toy_folder, WHOLE)
     train(trainer, 1)
@@ -179,6 +182,7 @@ def test_a_checkpoint_may_have_the_whole_model(mesh, toy_folder, tmp_path):
     assert equal(weights(started(mesh, toy_folder, step=1, folder=tmp_path)), weights(trainer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["actor.model.lora.rank=4", ALL, "actor.model.is_lora=false"])
 def test_a_checkpoint_of_other_adapters_is_refused(mesh, toy_folder, tmp_path, other):
     trainer = started(mesh, toy_folder, "actor.model.lora.rank=8")
@@ -188,6 +192,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh, toy_folder, tmp_path, o
         started(mesh, toy_folder, "actor.model.lora.rank=8", other, step=1, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_config_of_other_adapters_is_refused_before_the_run(trained, tmp_path):
     folder, _, targets = trained
     checkpoint = folder / "checkpoints/global_step_3"
@@ -224,6 +229,7 @@ def assert_replays(trainer, merged):
     assert trainer.replay_weights(max_bytes=4 * sum(v.numel() for v in expected.values())) == {}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_export_is_merged_or_pefts(trained, toy_folder, tmp_path):
     """Loaded by transformers and by peft themselves: the logprobs of peft's own forward with the trainer's adapters."""
@@ -265,6 +271,7 @@ def test_the_table_names_adapters(mesh, trained):
     assert (trainer.batches.cache is None) == trainer.trains_vision == ("all-linear" in targets)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_quantized_runs_export_is_its_dequantized_base_and_its_adapters(
     quantized, toy_folder, tmp_path

@@ -57,6 +57,7 @@ def metrics_of(mode: str, group, mesh, checkpoint: str):
     return sums.compute()
 
 
+@pytest.mark.slow
 def test_replay_brings_the_trainer_nearer_to_the_engine(checkpoint, mesh):
     group = samples_of("replay", checkpoint)
     found = {mode: metrics_of(mode, group, mesh, checkpoint) for mode in ("record", "replay")}
@@ -73,6 +74,7 @@ def test_replay_brings_the_trainer_nearer_to_the_engine(checkpoint, mesh):
         assert found["replay"][name] < found["record"][name], found
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_unless_it_is_asked_for(checkpoint, mesh):
     group = samples_of("off", checkpoint)
     assert not any(sequence.columns for sequence in group.sequences)

@@ -102,6 +102,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @CASES
 def test_more_micro_batches_read_nothing_more_back(aggregation, level, mesh, monkeypatch):
     """A whole step on a CPU. What an optimizer step reads (its gradient's norm, the metrics) it reads once."""

@@ -150,6 +150,7 @@ def test_the_card_has_curve_config_and_data(run, tmp_path):
     assert {(0x2F, 0x81, 0xC7), (0xD9, 0x77, 0x2B)} <= colors
 
 
+@pytest.mark.slow
 def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub, monkeypatch):
     from peft import PeftModel
 
@@ -184,6 +185,7 @@ def test_adapters_are_a_folder_of_peft(tmp_path, toy_folder, hub, monkeypatch):
     assert len(answers) == 1
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_before_the_model_is_loaded(run, hub, tmp_path, monkeypatch):
     folder, _ = run
     assert "nowhere to write to" in export(folder, expect=2)
@@ -228,6 +230,7 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     assert digest(tmp_path / "a/x.bin")["sha256"] == done.stderr.splitlines()[1].split()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_lora", [False, True])
 def test_the_snippet_of_the_card_generates(tmp_path, toy_folder, is_lora, monkeypatch, capsys):
     run_of(tmp_path / "run", str(toy_folder), f"actor.model.is_lora={str(is_lora).lower()}")

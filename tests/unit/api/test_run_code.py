@@ -74,6 +74,7 @@ def readers(folder, output, toy_folder):
     }
 
 
+@pytest.mark.slow
 def test_nothing_that_loads_a_folders_model_runs_its_code(folder, marker, toy_folder, tmp_path):
     for name, read in readers(folder, tmp_path / "out", toy_folder).items():
         with pytest.raises(
@@ -103,6 +104,7 @@ def test_the_origin_that_is_named_is_of_what_loading_executes(name, origin):
     assert executed == [f"rollout.model.model_type names {name!r} ({origin})"]
 
 
+@pytest.mark.slow
 def test_the_verbs_refuse_with_exit_code_2(folder, marker, toy_folder, tmp_path, capsys):
     own = f"rollout.model.model_path={toy_folder}"
     for command in (
@@ -121,6 +123,7 @@ def test_readers_of_texts_run_nothing(folder, marker, capsys):
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_with_consent_it_runs(folder, marker, tmp_path):
     assert main(["export", str(folder), str(tmp_path / "out"), "--trust-run-code"]) == 0
     assert marker.exists() and (tmp_path / "out/model.safetensors").is_file()
@@ -128,6 +131,7 @@ def test_with_consent_it_runs(folder, marker, tmp_path):
     rlinf_vl.load_policy(folder, device="cpu", trust_run_code=True).close()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_names_the_same_code_itself_needs_no_consent(
     folder, overrides, marker, toy_folder, tmp_path
 ):

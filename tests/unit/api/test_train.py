@@ -229,6 +229,7 @@ def test_paths_and_names_are_taken_as_they_are(train, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_class_travels_in_the_config(train, tmp_path):
     config = train(env=Counting)
     from rlinf_vl.config import save_config
@@ -240,6 +241,7 @@ def test_a_class_travels_in_the_config(train, tmp_path):
     assert train(env="maze").rollout.env_class == "maze"
 
 
+@pytest.mark.slow
 def test_overrides_are_texts_or_a_mapping(train):
     overrides = {
         "runner": {"max_steps": 7, "seed": 5},

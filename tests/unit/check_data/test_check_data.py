@@ -74,6 +74,7 @@ def found(folder, toy_folder):
     return json.loads(page.with_suffix(".json").read_text())
 
 
+@pytest.mark.slow
 def test_bad_rows_have_the_reasons_of_training(found):
     train = found["splits"]["train"]
     assert (train["rows"], train["usable"], train["bad"]["rows"]) == (11, 6, 4)

@@ -60,6 +60,7 @@ def page(folder, toy_folder):
     return page
 
 
+@pytest.mark.slow
 def test_videos_are_counted_and_bad_ones_named(page, folder):
     train = json.loads(page.with_suffix(".json").read_text())["splits"]["train"]
     videos = train["videos"]

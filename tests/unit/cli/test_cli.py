@@ -87,6 +87,7 @@ def test_keys_are_shown_with_defaults_and_meaning(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_new_experiment_and_environment_are_sound(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, text, _ = said(capsys, "new", "experiment", "first-try")
@@ -124,6 +125,7 @@ def test_names_that_can_not_be(capsys, tmp_path, monkeypatch, words, reason):
     assert code == 2 and reason in errors and Path("there.yaml").read_text() == "mine\n"
 
 
+@pytest.mark.slow
 def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert said(capsys, "new", "reward", "mine")[0] == 0
@@ -135,6 +137,7 @@ def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
     assert code == 0 and "LOOK" not in text, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

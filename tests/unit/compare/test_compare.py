@@ -273,6 +273,7 @@ def test_parquet_is_read_as_json_is(tmp_path, capsys):
     assert main(["compare-batch", str(tmp_path / "batch.parquet")]) == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_has_its_own_tolerance():
     document = json.loads((DUMPS / "verl.json").read_text())
     for sample in document["samples"]:

@@ -302,6 +302,7 @@ def test_saved_config_is_read_back(tmp_path):
     assert load_config(str(tmp_path / "run" / "config.yaml")) == config
 
 
+@pytest.mark.slow
 def test_loading_imports_nothing_heavy():
     code = (
         f"import sys; from rlinf_vl.config import load_config; load_config({TOY!r}); "

@@ -20,6 +20,7 @@ def refusal(*overrides) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_source_carries_the_environments_arguments_and_no_stale_ones(tmp_path):
     arguments = {"level": "hard", "n": 3, "parts": ["a?", "b/ä"]}
     path = rows_path("owner/words", arguments)

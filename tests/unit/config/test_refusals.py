@@ -395,6 +395,7 @@ def test_what_is_right_goes_on(files, main, capsys, tmp_path):
     assert "in goes_on" in (tmp_path / "results/toy-grpo-cpu/error.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's rights")
 def test_what_may_not_be_read_is_named():
     folder = Path(tempfile.mkdtemp())
@@ -586,6 +587,7 @@ def in_a_process(*arguments: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 def test_neither_ray_nor_torch_is_imported_and_a_hub_out_of_reach_is_not_asked_again(tmp_path):
     # port 9 of this machine refuses
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
@@ -605,6 +607,7 @@ def test_neither_ray_nor_torch_is_imported_and_a_hub_out_of_reach_is_not_asked_a
     assert "Traceback" not in done.stderr and "Retry" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_check_imports_no_large_package(files):
     """`examples/reasoning/run_main_grpo_vqa.sh` checks a config before SGLang is there; see tests/unit/scripts as well."""
     program = (

@@ -55,6 +55,7 @@ def found(tmp_path, pool: Pool, *overrides: str) -> DatasetPlan:
     return find_usable_rows(config, tmp_path, pool, progress)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_bad_and_long_rows_are_left_out(tmp_path):
     data = found(tmp_path, Pool())
     assert data.sampler.next_rows(4) == (0, [0, 2, 4, 5]) and data.val_rows == [0, 1, 2, 3, 4]
@@ -65,6 +66,7 @@ def test_bad_and_long_rows_are_left_out(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_steps_and_validation_rows_are_limited_by_the_config(tmp_path):
     data = found(tmp_path, Pool(), "runner.max_steps=5", "data.val_samples=2")
     assert data.total_steps == 5 and data.val_rows == [0, 1]
@@ -76,6 +78,7 @@ def test_too_many_bad_rows_stop_the_run(tmp_path):
         found(tmp_path, Pool(), "data.max_bad_rows=0.05")
 
 
+@pytest.mark.slow
 def test_too_few_rows_are_refused_with_the_keys_to_change(tmp_path):
     with pytest.raises(ConfigError) as caught:
         found(tmp_path, Pool(train=6, long={0: 90, 3: 70, 5: 80}), "data.max_bad_rows=1")
@@ -87,6 +90,7 @@ def test_too_few_rows_are_refused_with_the_keys_to_change(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_long_prompts_are_told_with_their_rows_and_stop_the_run_where_they_may_not_be(
     tmp_path, caplog
 ):

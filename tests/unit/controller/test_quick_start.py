@@ -11,6 +11,7 @@ from rlinf_vl.controller.trajectory_writer import image_token
 from rlinf_vl.models.families import family_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("imported", "slow"),
     [

@@ -106,6 +106,7 @@ def test_a_checkpoint_whose_state_can_not_be_copied_is_an_event_and_the_next_one
     assert run.metrics() == undisturbed
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_lost_while_it_writes_goes_back_to_the_checkpoint_before(
     monkeypatch, tmp_path, undisturbed_parts
 ):

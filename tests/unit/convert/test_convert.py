@@ -197,6 +197,7 @@ def test_every_key_has_an_outcome_and_is_named_in_what_is_written(tmp_path):
     assert "2 refused, 1 unknown" in summary(made, "run.sh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_any_values_of_known_keys_are_accepted_or_refused(tmp_path, system):
     known = table(system)

@@ -258,6 +258,7 @@ def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
         open_(tmp_path, split="test")
 
 
+@pytest.mark.slow
 def test_a_damaged_line_far_down_is_found_when_the_file_is_loaded(tmp_path: Path) -> None:
     path, good = (
         tmp_path / "rows.jsonl",

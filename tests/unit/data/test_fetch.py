@@ -197,6 +197,7 @@ def test_a_host_that_is_not_there(server: Server) -> None:
         get("http://127.0.0.1:9/a.png")
 
 
+@pytest.mark.slow
 def test_hosts_of_the_config_are_plain_names() -> None:
     assert load_config("toy-grpo-cpu", ["data.image_hosts=[images.example.org]"]).data.image_hosts
     for host in ("https://a.org", "a.org:80", "*.a.org", "u@a.org", "''"):

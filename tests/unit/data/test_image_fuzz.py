@@ -88,6 +88,7 @@ def test_random_bytes(magic: bytes, rest: bytes) -> None:
     look(magic + rest)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.text(max_size=60))
 def test_random_text(text: str) -> None:

@@ -369,6 +369,7 @@ def test_a_file_may_not_leave_its_folder_nor_grow_without_bound(
         clip("a.mp4", tmp_path)
 
 
+@pytest.mark.slow
 def test_of_a_long_video_few_frames_are_decoded(monkeypatch: Any) -> None:
     """Two hours: by seeking, at most a group of pictures is decoded for each sampled frame."""
     data = video(7200, fps=1, gop=60)

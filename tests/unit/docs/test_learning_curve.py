@@ -85,6 +85,7 @@ def write_run(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_command_draws_the_validation_accuracy_of_runs(tmp_path):
     rows = [
         {"step": s, "reward/mean": 9.0} | ({"val/accuracy": s / 4} if s % 2 == 0 else {})

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from whole_run import FIXED_METRICS
 
 import rlinf_vl
@@ -71,6 +72,7 @@ def documented_metrics() -> list[str]:
     return [name for head in heads for name in re.findall(r"`([^`]+)`", head)]
 
 
+@pytest.mark.slow
 def test_every_metric_is_documented_and_no_entry_is_stale():
     documented = documented_metrics()
     logged = logged_metrics() | FIXED_METRICS
@@ -79,6 +81,7 @@ def test_every_metric_is_documented_and_no_entry_is_stale():
     assert not set(documented) - logged, "nothing logs these any more"
 
 
+@pytest.mark.slow
 def test_the_collector_sees_each_way_of_naming_a_metric():
     assert {
         "actor/clip_fraction",

@@ -296,6 +296,7 @@ def test_the_quick_start_has_the_readmes_commands():
     assert set(commands(ROOT / "docs/index.md")) <= set(commands(ROOT / "README.md"))
 
 
+@pytest.mark.slow
 def test_the_sweep_starts_runs_that_load(tmp_path: Path):
     """The command of docs/tuning.md: every one of its runs has a config and a folder of its own."""
     text = next(body for body in fences(ROOT / "docs/tuning.md", "bash") if "--multirun" in body)
@@ -367,6 +368,7 @@ def test_every_symptom_has_its_parts():
         ], entry
 
 
+@pytest.mark.slow
 def test_messages_that_are_quoted_are_printed():
     texts = []
     for path in [*(ROOT / "rlinf_vl").rglob("*.py"), *(ROOT / "ray_utils").glob("*.py")]:

@@ -4,6 +4,8 @@ import re
 import tokenize
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 #: Pages that a newcomer reads from the first to the last; everything else is reference.
 PATH = [
@@ -28,6 +30,7 @@ def test_the_changelog_is_a_page():
     assert words(ROOT / "CHANGELOG.md") <= WORDS_OF_CHANGELOG
 
 
+@pytest.mark.slow
 def test_the_words_of_concepts_are_names_in_the_code():
     """Every term that docs/concepts.md prints bold is part of a name in the package."""
     page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")

@@ -155,6 +155,7 @@ def test_weights_loaded_between_turns_end_what_was_kept(engine_of, family):
     assert engine.prefilled_tokens == new + kept and kept < in_turn_2
 
 
+@pytest.mark.slow
 def test_sessions_may_go_at_any_time(engine_of):
     kept = engine_of()
     expected = ids_of(play(kept)[0])

@@ -12,6 +12,7 @@ from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import load_model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_vl"])
 def test_all_weights_are_sent_in_groups(family, tmp_path, monkeypatch):
     tiny_model(family=family, tie=False).save_pretrained(tmp_path)

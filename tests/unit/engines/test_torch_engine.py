@@ -141,6 +141,7 @@ def first_token_probabilities(g):
     return p
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.5, "temperature": 0.8}]
 )

@@ -91,6 +91,7 @@ def assert_explained(asked, done, by_version):
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("samples, max_running", [(3, 4), (3, 64), (1, 64)])
 def test_recomputed_rows_are_those_of_a_full_forward(
@@ -182,6 +183,7 @@ def kept_logprobs(family, by_version, request, sample, following=()):
     return np.array(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_rows_are_those_of_decoding_with_swapped_weights(engine_of, family, monkeypatch):
     engine, by_version, asked = engine_of(family=family, keep_kv=True), models(family), requests(2)
@@ -199,6 +201,7 @@ def test_kept_rows_are_those_of_decoding_with_swapped_weights(engine_of, family,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_kept_serves_the_next_turn(engine_of, family, monkeypatch):
     """An update within the first answer, one between the turns, one within the second: the next turn computes only what is new."""
@@ -223,6 +226,7 @@ def test_what_was_kept_serves_the_next_turn(engine_of, family, monkeypatch):
     assert engine.sessions.bytes == 0
 
 
+@pytest.mark.slow
 def test_updates_come_at_any_time_and_soon(engine_of):
     """From another thread, while the engine never rests: it makes room between two steps, and loses nothing."""
     engine, by_version = engine_of(16), models("qwen3_vl")

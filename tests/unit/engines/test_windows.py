@@ -131,6 +131,7 @@ def next_turn(member, request, sample, rng, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_turns_behind_cached_ones_are_those_of_a_full_forward(gemma, recomputes, monkeypatch):
     """Also where keys and values are computed anew amid the samples, as after an update of the weights."""

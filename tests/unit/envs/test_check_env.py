@@ -173,6 +173,7 @@ def test_what_was_seen_is_told(tmp_path, capsys):
     assert "0 to 0, mean" not in out, "random answers find the word that pays"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_told_in_a_sentence(case, tmp_path, capsys):
     body, expected = BROKEN[case]
@@ -265,6 +266,7 @@ def test_typed_arguments_fit_their_schemas():
         Draft202012Validator(schema).validate(call["arguments"])
 
 
+@pytest.mark.slow
 def test_rows_without_answers_and_an_environment_that_grades_are_refused_by_name(
     tmp_path, monkeypatch, capsys
 ):

@@ -54,6 +54,7 @@ def said(env: GeometryTool, name: str, **arguments) -> str:
     return part["text"].removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
 
 
+@pytest.mark.slow
 def test_first_answer_is_told_from_what_the_tool_helped_to():
     env = env_of(problem_of((64, 64)))
     assert said(env, "calc_score", answer="8") == "0.0"

@@ -142,6 +142,7 @@ def test_minigrid_says_its_mission_and_names_its_actions():
     assert last.done and last.info["correct"] and 0 < last.reward <= 1
 
 
+@pytest.mark.slow
 def test_crafter_has_the_old_form_and_no_registration():
     kwargs = {
         "id": "",
@@ -173,6 +174,7 @@ def test_a_parser_takes_the_tables_place():
         env.step("no such action")
 
 
+@pytest.mark.slow
 def test_many_episodes_at_once_do_not_disturb_each_other():
     def episode(seed):
         env, messages = started(

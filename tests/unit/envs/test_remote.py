@@ -102,6 +102,7 @@ def answer_of(picture, question):
 # --- the real server --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_episode_of_pictures(app):
     first, wrong, right = play(remote(app.url), "I see \\boxed{77}", "\\boxed{0} or rather nothing")
     (picture,) = shown(first)
@@ -228,6 +229,7 @@ def test_another_response_to_a_turn_that_was_taken_is_refused(app):
         asyncio.run(twice())
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_again_loses_its_episodes_and_no_others():
     app = TaskApp()
 

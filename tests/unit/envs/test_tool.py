@@ -263,6 +263,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=12).map("".join))
 def test_whatever_is_written_is_answered(response):

@@ -77,6 +77,7 @@ def run(tmp_path, toy_folder, processor):
     return tmp_path, [(group, t) for group in groups for t in group.trajectories]
 
 
+@pytest.mark.slow
 def test_sequences_are_read_back_as_they_were(run, processor):
     folder, written = run
     assert recorded_steps(folder) == [3]
@@ -105,6 +106,7 @@ def test_scores_are_those_of_the_sequences_whatever_the_batch(run, scorer, proce
     assert np.abs(blank - scores[0]).max() > 1e-4, "the images are looked at"
 
 
+@pytest.mark.slow
 def test_a_heat_map_spends_its_forwards_and_has_the_pictures_shape(run, scorer, processor):
     item = read_recorded(run[0], 3, "val", processor.grid)[0]
     for image in item.images:

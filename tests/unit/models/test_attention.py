@@ -143,6 +143,7 @@ def test_a_window_reaches_into_prefixes(row, kernel, window):
     assert_equals_masked(*ROWS[row], kernel, window, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", HERE, indirect=True)
 @pytest.mark.parametrize("window", [None, 3, 6, 20])
 def test_images_in_random_trees(kernel, window):

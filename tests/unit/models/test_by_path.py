@@ -143,6 +143,7 @@ def test_parts_and_units_follow_from_the_model():
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_with_its_own_tokens_and_images(toy_folder, tmp_path):
     """Of GLM-4V, whose processor rounds sizes in a way of its own; with the toy's tokenizer."""
     copy_processor_files(toy_folder, tmp_path)

@@ -3,6 +3,8 @@
 import threading
 import tracemalloc
 
+import pytest
+
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.rollout.renderer import RENDERED_BYTES, Renderer
 from rlinf_vl.rollout.text_encoder import ENCODED_BYTES
@@ -64,6 +66,7 @@ def test_threads_share_one_result():
     assert cache.n_bytes == 1
 
 
+@pytest.mark.slow
 def test_long_prompts_do_not_fill_the_renderers_memory(toy_folder):
     """Bounded by 512 entries, prompts of a megabyte took a gigabyte with their JSON."""
     from rlinf_vl.models.families import family_of

@@ -40,6 +40,7 @@ def stored(folder) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_HEADS)
 def test_an_export_has_the_heads_bit_for_bit_and_the_trained_weights_beside_them(family, tmp_path):
     heads = checkpoint_with_heads(family, tmp_path / "base")

@@ -67,6 +67,7 @@ def test_routers_and_experts_are_found_by_structure(model_type):
     assert mixture.top_k == getattr(config, "num_experts_per_tok", 2)
 
 
+@pytest.mark.slow
 def test_routers_of_the_general_path_are_frozen_and_experts_counted():
     model, family = on_meta(internvl())
     train_parts(model, family, (), None, router=False)
@@ -83,6 +84,7 @@ def test_routers_of_the_general_path_are_frozen_and_experts_counted():
     assert Weights(model, family).experts == experts, "adapters of rank 1 are no routers"
 
 
+@pytest.mark.slow
 def test_adapters_of_a_mixture_on_the_general_path_are_proven(tmp_path):
     config = internvl()
     proofs = Proofs(member_of(family_at(config), config, tmp_path))

@@ -68,6 +68,7 @@ def picture(width: int, height: int) -> tuple[ImageRef, Image.Image]:
     return ImageRef.of(file.getvalue()), Image.fromarray(noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 def test_prompts_and_pixels_are_those_of_transformers_processor(name, folders, processors):
     """One image of one tile, one of several with a thumbnail, in one prompt."""
@@ -168,6 +169,7 @@ def test_parts_are_those_that_transformers_names(folder):
     assert not trains_images(model, family)
 
 
+@pytest.mark.slow
 def test_a_projector_learns_beside_a_frozen_tower():
     member = member_of(family_at(AutoConfig.for_model("llava")), AutoConfig.for_model("llava"), ".")
     proofs = Proofs(member)
@@ -205,6 +207,7 @@ def test_ids_around_and_between_tokens_are_written():
         counted_positions(ids, grids[:1], tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
@@ -222,6 +225,7 @@ def test_what_is_not_exact_is_refused_by_name(model_type, said):
         family_at(config)
 
 
+@pytest.mark.slow
 def test_two_tiles_in_the_wrong_order_are_found():
     """A fault that only images of several tiles show."""
     config = AutoConfig.for_model("internvl")
@@ -235,6 +239,7 @@ def test_two_tiles_in_the_wrong_order_are_found():
     assert max(Proofs(member).packed()) <= 1e-5 < max(Proofs(wrong).packed())
 
 
+@pytest.mark.slow
 def test_an_export_has_the_buffers_that_checkpoints_have(tmp_path):
     """A mixture's router corrects by one; transformers would begin it anew, at zero."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
@@ -252,6 +257,7 @@ def test_an_export_has_the_buffers_that_checkpoints_have(tmp_path):
     assert torch.equal(loaded.get_buffer(name), model.get_buffer(name))
 
 
+@pytest.mark.slow
 def test_a_type_that_was_proven_wrong_is_refused_where_the_path_is_taken(folder, monkeypatch):
     wrong = Certificate(
         "internvl", {"packed": (0.0,)}, {"lora": "differs by 3.0e-01"}, {}, "5.23.0"
@@ -296,6 +302,7 @@ def test_a_processor_that_writes_another_placeholder_is_refused(folder):
         tiles.TileImages(folder).image_tokens(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["internvl", "llava"])
 def test_random_weights_are_all_written(name, tmp_path):
     """InternVL's layer scales belong to its tower, and LLaVA's class token to a CLIP inside."""
@@ -337,6 +344,7 @@ def test_changed_logits_are_refused(key):
         family_at(config)
 
 
+@pytest.mark.slow
 def test_what_sglang_can_not_run_is_refused_and_so_is_a_type_that_is_named(folder, monkeypatch):
     def problems(*overrides):
         path = f"rollout.model.model_path={folder}"
@@ -367,6 +375,7 @@ def test_a_path_that_nobody_has_proven_is_told(monkeypatch):
     assert not not_proven("internvl") and not not_proven("qwen3_vl", "sglang")
 
 
+@pytest.mark.slow
 def test_sglang_needs_the_sections_of_mrope():
     """By which it tells the positions of images; checkpoints have them, a class's default may not."""
     config = AutoConfig.for_model("qwen2_vl")

@@ -165,6 +165,7 @@ def test_it_is_that_of_the_whole_model(base, tmp_path, monkeypatch, family, kind
     assert config == expected
 
 
+@pytest.mark.slow
 def test_files_are_bounded_and_indexed_as_transformers_reads_them(base, tmp_path):
     run_of(tmp_path / "run", base("qwen3_vl_moe"), ADAPTERS)
     export_checkpoint(tmp_path / "run", tmp_path / "one", "bf16")
@@ -210,6 +211,7 @@ def test_weights_read_a_group_at_a_time_are_those_of_the_whole_model(base, monke
             assert value.dtype == whole[name].dtype and torch.equal(value, whole[name]), name
 
 
+@pytest.mark.slow
 def test_conversions_across_blocks_are_made_of_the_whole(monkeypatch, base):
     """Only groups that give the same stored weights one by one are converted one by one."""
     path = base("glm4v_moe")

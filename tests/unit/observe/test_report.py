@@ -294,6 +294,7 @@ def test_hostile_texts_are_data_wherever_they_come_from(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["config.yaml", "environment.json", "baselines.json", "metrics.jsonl"]
 )
@@ -494,6 +495,7 @@ def test_flatten():
     }
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_take_seconds(tmp_path):
     run = make_run(tmp_path / "toy", steps=100, groups=16, samples=6, problems=76, val_every=10)
     start = time.perf_counter()

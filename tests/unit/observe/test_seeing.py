@@ -55,6 +55,7 @@ def simulate(rng, questions, samples):
     return first_shares(a0, b0), a1, b1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 8])
 def test_the_interval_covers_the_truth_as_often_as_it_says(samples):
     rng = np.random.default_rng(5)

@@ -108,6 +108,7 @@ def scalars(folder, name) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [0, 8, 9])
 def test_tensorboard_file_reads_back_and_resume_hides_later_steps(tmp_path, monkeypatch, made):
     # a process numbers its files, and TensorBoard sorts names: 10 before 9

@@ -195,6 +195,7 @@ def terminal(width=80, height=24):
     )
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):
     command = [sys.executable, "-m", "rlinf_vl", "watch", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

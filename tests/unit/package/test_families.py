@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rlinf_vl
 from rlinf_vl.models.families import FAMILIES
 
@@ -26,6 +28,7 @@ def strings(path: Path) -> set[str]:
     return {value for value in constants if isinstance(value, str)}
 
 
+@pytest.mark.slow
 def test_no_other_file_names_a_family():
     naming = {
         name: FAMILIES.keys() & strings(path)

@@ -108,6 +108,7 @@ def test_no_arrow_goes_up(path):
     assert found <= allowed, f"{room} may not import {sorted(found - allowed)}"
 
 
+@pytest.mark.slow
 def test_no_circle():
     known = {name_of(path) for path in FILES}
     graph = {

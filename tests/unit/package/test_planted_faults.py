@@ -7,6 +7,7 @@ from edits import DoesNotApply, parsed, replaced
 from planted_faults import FAULTS, ROOT, Fault, edited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_can_be_planted_and_its_tests_exist(fault):
     path, source = edited(fault)

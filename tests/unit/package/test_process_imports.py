@@ -38,6 +38,7 @@ def loaded(statements, prefixes):
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", PROCESSES)
 def test_a_process_imports_neither_converters_nor_slow_libraries(process):
     statements = PROCESSES[process]

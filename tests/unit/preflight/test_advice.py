@@ -131,12 +131,14 @@ def test_where_no_setting_helps_smallest_hardware_and_adapters_are_named(shallow
         assert not made(shallow, *overrides_in(line), on=on).problems
 
 
+@pytest.mark.slow
 def test_a_run_that_has_its_gpus_is_told_of_the_verb_that_knows_more(shallow):
     before = made(shallow, on=gpus(1, 14))
     (line,) = advise(before, Model(before.config), elsewhere=False)
     assert line.endswith("'rlinf-vl preflight' says the smallest hardware that fits")
 
 
+@pytest.mark.slow
 def test_no_change_raises_the_peak(shallow):
     """The search relies on it: where all changes together are too little, no part of them is tried."""
     wasteful = [
@@ -152,6 +154,7 @@ def test_no_change_raises_the_peak(shallow):
         ), change
 
 
+@pytest.mark.slow
 def test_adapters_on_stacked_experts_are_traced(tmp_path):
     shape = copy.deepcopy(KNOWN["Qwen/Qwen3-VL-30B-A3B-Instruct"])
     shape["text_config"] |= {"num_hidden_layers": 1}
@@ -164,6 +167,7 @@ def test_adapters_on_stacked_experts_are_traced(tmp_path):
     assert advisor.ledger_with(advisor.qlora, gpus(1, 80)).trace.peak > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_known_shapes_have_the_published_number_of_parameters(name):
     config = parse_config(

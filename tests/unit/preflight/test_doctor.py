@@ -100,6 +100,7 @@ FABRIC = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "subject", "status", "said"),
     [
@@ -144,6 +145,7 @@ def test_packages_of_hubs_are_judged_where_they_are_installed():
     )
 
 
+@pytest.mark.slow
 def test_packages():
     packages = GPUS.packages | {"torch": "2.12.1+cu130", "ray": None, "sglang": None}
     found = lines(dataclasses.replace(GPUS, packages=packages))
@@ -175,6 +177,7 @@ def test_the_head_of_a_cluster_needs_no_gpu():
     assert [line for line in lines(CPU).values() if line.status == "fail"]
 
 
+@pytest.mark.slow
 def test_image_tokens_by_arithmetic(tmp_path):
     assert "at most 512 an image (32 × 32 pixels" in lines(GPUS)["image tokens"].text
     large = lines(GPUS, "data.image_max_pixels=2000000")["image tokens"]
@@ -272,6 +275,7 @@ def test_a_run_is_refused_before_its_folder_is_filled(tmp_path, monkeypatch, cap
         doctor.refuse(parse_config("toy-grpo-cpu"))
 
 
+@pytest.mark.slow
 def test_a_run_with_room_for_any_checkpoint_starts_without_a_look_at_its_weights(
     tmp_path, monkeypatch
 ):
@@ -310,6 +314,7 @@ def test_the_verb(monkeypatch, capsys):
     assert "runner.max_steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_gated_delta_nets_on_a_gpu_want_flash_linear_attention():
     recurrent, cuda = "toy-grpo-cpu-qwen3_5", "cluster.device=cuda"
     missing = lines(GPUS, cuda, config=recurrent)["gated delta nets"]

@@ -101,6 +101,7 @@ def test_a_published_step_lies_in_the_range(case):
     assert (fast <= case.seconds <= slow) != (case.name in OUTSIDE), (fast, case.seconds, slow)
 
 
+@pytest.mark.slow
 def test_more_gpus_and_smaller_models_take_less():
     base = Published("", "Qwen2.5-VL-7B", 0, 675)
     # On 16 GPUs weights come from another machine, at the fast end more slowly than they are used.
@@ -109,6 +110,7 @@ def test_more_gpus_and_smaller_models_take_less():
     assert ends(base) < ends(Published("", "Qwen2.5-VL-7B", 0, 1350))
 
 
+@pytest.mark.slow
 def test_the_verb_says_a_range_and_what_tells_more(capsys):
     assert main(["preflight", FLAGSHIP, "--time", "--price", "2", "runner.max_steps=100"]) == 0
     printed = capsys.readouterr().out
@@ -121,6 +123,7 @@ def test_a_cpu_is_refused_with_what_to_do_instead(capsys):
     assert "runner.max_steps=3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_has_no_hours(capsys):
     assert main(["preflight", FLAGSHIP, "--time", "--gpu-memory", "16"]) == 1
     assert "does not fit" in capsys.readouterr().out

@@ -73,6 +73,7 @@ def test_auto_is_the_fastest_that_leaves_a_twentieth(model, cards, tokens, chose
     assert "gradient_checkpointing " + chosen[0] + " (auto)" in render(found)
 
 
+@pytest.mark.slow
 def test_what_is_said_is_kept_where_the_rest_is_auto(model):
     """On one GPU weights are always gathered once, whatever is chosen."""
     found = made(model, AUTOMATIC[1], "runner.max_tokens_per_mbs=4096")
@@ -81,6 +82,7 @@ def test_what_is_said_is_kept_where_the_rest_is_auto(model):
     assert found.settled == ("reshard_after_forward",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware", CLUSTERS, ids=str)
 def test_the_flagship_fits_on_80_gb_as_it_is(model, hardware):
     found = made(model, on=hardware)
@@ -90,6 +92,7 @@ def test_the_flagship_fits_on_80_gb_as_it_is(model, hardware):
     assert 0.5 < found.share <= 0.85 and found.kv_tokens > 64 * 3072
 
 
+@pytest.mark.slow
 def test_parts_are_closed_forms(model):
     one, eight = (made(model, on=hardware).gpus[0].phases for hardware in CLUSTERS[:2])
     # Master weights in float32, the frozen tower's too.
@@ -133,6 +136,7 @@ def test_quantized_weights_are_whole_in_every_rank():
     assert eight["parameters"] < one["parameters"] / 7
 
 
+@pytest.mark.slow
 def test_what_settings_change(model):
     def phases(*overrides, on=CLUSTERS[0]):
         return made(model, *overrides, on=on).gpus[0].phases
@@ -293,6 +297,7 @@ def test_an_engine_without_room_for_a_group_is_refused(model):
     assert "less than one group of 8 responses" in found.problems[0]
 
 
+@pytest.mark.slow
 def test_the_largest_budget_fits_and_more_does_not(model):
     found = made(model)
     budget = largest_budget(found, model)
@@ -339,6 +344,7 @@ def test_options_and_overrides_in_any_order(capsys):
         main(["watch", "folder", "runner.max_steps=3"])
 
 
+@pytest.mark.slow
 def test_a_local_model_folder_is_read(tmp_path, model):
     from tiny import tiny_model
 

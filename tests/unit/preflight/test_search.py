@@ -39,6 +39,7 @@ def found_on(hardware, overrides, **options):
     return search.run(max_layouts=2)
 
 
+@pytest.mark.slow
 def test_what_is_found_fits_and_can_be_pasted(overrides):
     hardware = Hardware.named(2, 80)
     found = found_on(hardware, overrides)
@@ -51,6 +52,7 @@ def test_what_is_found_fits_and_can_be_pasted(overrides):
         assert not memory.problems and memory.share == layout.ledger.share
 
 
+@pytest.mark.slow
 def test_no_placement_of_the_config_itself_is_faster_than_the_first(overrides):
     own = [*overrides, "cluster.component_placement={actor: 0, rollout: 1}"]
     own.append("actor.fsdp_config.gradient_checkpointing=none")
@@ -63,6 +65,7 @@ def test_no_placement_of_the_config_itself_is_faster_than_the_first(overrides):
     assert first.time.total <= estimate.total < first.slow.total * 100
 
 
+@pytest.mark.slow
 def test_host_memory_bounds_what_is_found(overrides):
     assert not found_on(Hardware.named(1, 80), overrides, host_bytes=2**30).layouts
 

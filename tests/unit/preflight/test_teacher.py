@@ -91,6 +91,7 @@ def two_teachers(one, other, *overrides):
     return load_config("toy-grpo-cpu", [keys, *overrides])
 
 
+@pytest.mark.slow
 def test_each_of_several_teachers_is_checked_and_told_by_its_label(toy_folder, other, tmp_path):
     model = f"rollout.model.model_path={toy_folder}"
     assert list(teachers(two_teachers(toy_folder, toy_folder, model))) == []
@@ -103,6 +104,7 @@ def test_each_of_several_teachers_is_checked_and_told_by_its_label(toy_folder, o
     assert "teachers.red: no folder" in red and "teachers.blue: no folder" in blue
 
 
+@pytest.mark.slow
 def test_labels_of_one_checkpoint_share_a_teacher():
     distillation = two_teachers("x", "x").algorithm.distillation
     assert distillation.labels_by_path == {"x": ("red", "blue")}

@@ -18,6 +18,7 @@ FAMILY = family_of("qwen3_vl")
 GIB = 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_trace_on_meta_counts_what_real_tensors_take(mode, frozen):
@@ -106,6 +107,7 @@ def test_checkpointing_keeps_one_tensor_a_layer(flagship):
     assert selective.saved - mlp.saved == 28 * per_layer * 6
 
 
+@pytest.mark.slow
 def test_logits_exist_a_chunk_at_a_time(flagship):
     """A chunk more of positions costs float32 logits of that many, once and a half in backward; without chunks it
     would be 1.2 GB a copy."""

@@ -257,6 +257,7 @@ class SyncsIntoSleep(SharedGpu):
         return metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("turns", "error", "said"),
     [
@@ -279,6 +280,7 @@ class KeepsItsCache(FakeRanks):
         pass
 
 
+@pytest.mark.slow
 def test_ranks_that_keep_cached_memory_are_caught(walk, model):
     with pytest.raises(OutOfMemory, match="buckets in flight .* KV cache"):
         walk(made(model), ranks_of=KeepsItsCache)

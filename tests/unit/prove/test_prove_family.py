@@ -43,6 +43,7 @@ def outcomes(family: Family, folder: Path, *paths: str) -> dict[str, Outcome]:
     return {outcome.path: outcome for outcome in outcomes_of(proofs, chosen.__contains__)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_proven(name, tmp_path):
     found = outcomes(FAMILIES[name], tmp_path)
@@ -373,6 +374,7 @@ def gemma():
     return member_of(family_at(config), config, ".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", GEMMA_FAULTS)
 def test_a_fault_planted_in_gemma_is_found(fault, gemma):
     planted, paths = GEMMA_FAULTS[fault]
@@ -440,12 +442,14 @@ def test_a_certificate_that_comes_with_the_package_holds(name, tmp_path):
     assert content["proven"] == (not proven_wrong(name)) and not not_proven(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm4v", "glm4v_moe"])
 def test_a_model_type_has_its_checkpoints_rotation(name, capsys):
     assert main(["prove-family", name, "--paths", "positions"]) == 0
     assert "proven" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", "glm4v"])
 def test_a_tower_by_its_path_is_proven(name, tmp_path):
     """Families that are not in the table; GLM's checkpoints rotate half of a head."""

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GENERATOR = runpy.run_path(str(ROOT / "docs/generate_recipes.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_recipe_passes_the_check_but_for_the_hub(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

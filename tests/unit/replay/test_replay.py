@@ -92,6 +92,7 @@ def test_a_part_of_a_step_keeps_its_denominators(clean_step):
     assert "gradient norm" not in stages and "rollout logprobs" in stages
 
 
+@pytest.mark.slow
 def test_a_replay_with_other_weights_than_the_run_accuses_nobody(clean_step):
     """A run of two ranks that was computed again on one: its engine and trainer still agree."""
     subject, config = tiny_subject(), tiny_run()

@@ -53,6 +53,7 @@ def test_a_worker_without_memory_has_no_verdict(monkeypatch) -> None:
         pool.same("x", "6")
 
 
+@pytest.mark.slow
 def test_the_next_question_has_the_same_server(pool: GradingPool) -> None:
     pid = pool._process.pid
     with pytest.raises(GradingTimeout):
@@ -62,6 +63,7 @@ def test_the_next_question_has_the_same_server(pool: GradingPool) -> None:
     assert not psutil.Process(pid).children()
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_is_replaced(pool: GradingPool, monkeypatch) -> None:
     monkeypatch.setattr(pool, "wall_limit_s", 0.5)
     pid = pool._process.pid
@@ -74,6 +76,7 @@ def test_a_server_that_stands_still_is_replaced(pool: GradingPool, monkeypatch) 
     assert pool.same(r"\sqrt{9}", "3")
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_is_replaced_without_a_wrong_verdict(
     pool: GradingPool, monkeypatch
 ) -> None:
@@ -82,6 +85,7 @@ def test_a_server_that_was_killed_is_replaced_without_a_wrong_verdict(
     assert pool.same(r"\sqrt{4}", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sent", [False, True], ids=["queued", "sent"])
 def test_a_question_that_no_worker_got_is_asked_again(
     pool: GradingPool, monkeypatch, is_sent: bool
@@ -112,6 +116,7 @@ def test_two_dead_workers_are_no_verdict(monkeypatch) -> None:
     assert not isinstance(error.value, GradingTimeout)
 
 
+@pytest.mark.slow
 def test_many_threads_get_their_own_verdicts() -> None:
     stop_grading()  # they all want to start the server
     pairs = [(a, b) for a in range(2, 8) for b in range(2, 8)] + [(TOWER, 2)]
@@ -126,6 +131,7 @@ def _grade_in_child(results: multiprocessing.SimpleQueue) -> None:
     stop_grading()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # newer Pythons warn of forking with threads
@@ -154,6 +160,7 @@ def test_simple_arithmetic_starts_no_process() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["starting", "idle", "computing"])
 def test_nothing_is_left_of_a_parent_that_was_killed(state: str) -> None:
     script = (
@@ -188,6 +195,7 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_not_run_twice(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

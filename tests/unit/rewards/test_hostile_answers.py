@@ -137,6 +137,7 @@ def resident(pid: str) -> int:
         return 0  # it has ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("box", TOO_MUCH + WRONG, ids=lambda box: ascii(box[:24]))
 def test_hostile_answers_end_within_a_second_and_200_mb(box: str, pool: GradingPool) -> None:
     math_grader._same.cache_clear()

@@ -149,6 +149,7 @@ def test_it_sees_images_and_uses_its_scale(serve):
     assert text["text"] == "Rate x to 10."
 
 
+@pytest.mark.slow
 def test_what_may_pass_is_tried_again_and_what_may_not_is_no_fault_of_the_answer(serve):
     def busy(number, body):
         if number == 1:
@@ -176,6 +177,7 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_no_fault_of_the_answer
         assert score.fault is not None and said in score.fault and len(server.asked) == requests
 
 
+@pytest.mark.slow
 def test_one_that_is_slow_or_gone(serve):
     server = serve(lambda number, body: time.sleep(0.5 if number > 1 else 1000) or (200, "1", {}))
     (score,) = judged(server, ["x"], timeout=2.0)
@@ -195,6 +197,7 @@ def test_a_reply_without_a_number_is_no_verdict_and_not_kept(serve):
     assert score.reward == 1.0
 
 
+@pytest.mark.slow
 def test_requests_wait_for_their_turn(serve):
     server = serve(lambda number, body: time.sleep(0.1) or (200, "1", {}))
     judged(server, [f"answer {n}" for n in range(12)], at_once=3)

@@ -191,6 +191,7 @@ def test_dressing_changes_no_integer(number: int, dress: str) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.text(st.characters(exclude_categories=())), st.text(st.characters(exclude_categories=())))
 def test_any_text_gets_a_verdict(text: str, answer: str) -> None:

@@ -80,6 +80,7 @@ def assert_not_graded(score, reason):
     assert (score.reward, score.correct, score.fault) == (0.0, False, None)
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_is_data(tmp_path):
     scorer = scorer_of(tmp_path, CODE, "wild")
     try:
@@ -94,6 +95,7 @@ def test_a_function_that_hangs_is_data(tmp_path):
         scorer.close()
 
 
+@pytest.mark.slow
 def test_whatever_a_function_does_is_data(tmp_path):
     # No call comes near the timeout, however busy the machine is.
     scorer = scorer_of(tmp_path, CODE, "wild", timeout_s=60.0)
@@ -115,6 +117,7 @@ def test_whatever_a_function_does_is_data(tmp_path):
     assert not any(map(alive, processes)), "closing ends them"
 
 
+@pytest.mark.slow
 def test_what_a_function_starts_ends_with_it(tmp_path):
     mark = tmp_path / "pid"
     code = f"""
@@ -181,6 +184,7 @@ pool.submit(0, Problem("p", (), ""), [Answer("a", "a")], images=False, together=
     assert not alive(child)
 
 
+@pytest.mark.slow
 def test_coroutines_of_a_group_wait_together_and_end_alone(tmp_path):
     code = """
 import asyncio
@@ -242,6 +246,7 @@ def test_functions_of_the_same_name_are_told_apart_and_a_group_may_be_cancelled(
     assert score.parts == {"f": 0.25, "f_2": 0.5}
 
 
+@pytest.mark.slow
 def test_a_function_of_a_notebook_goes_to_the_processes_with_what_it_holds():
     bonus = {"42": 0.5}
     name, path, text = pickled(

@@ -35,6 +35,7 @@ def test_conversations_are_one_sequence_that_is_trained_as_it_was_sampled(
     assert_scored_alike(toy, groups)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -103,6 +104,7 @@ def test_conversations_go_on_while_weights_come(toy, updating, template):
     assert assert_explained(toy, updating(), groups) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, DROPS], ids=["whole history", "dropped thoughts"])
 def test_rows_with_states_are_accounted_alike(recurrent_toy, template):
     """A later turn goes on from the state behind the last one's tokens where it extends exactly those, else from nothing."""

@@ -58,6 +58,7 @@ def outcome(monkeypatch, processor, url, seeds, token=TOKEN):
     return [trajectory for group in groups for trajectory in group.trajectories], engine
 
 
+@pytest.mark.slow
 def test_the_app_plays_and_what_it_asked_is_the_trajectory(monkeypatch, processor, app):
     trajectories, engine = outcome(monkeypatch, processor, app.url, [1, 2, 3])
     for trajectory in trajectories:
@@ -82,6 +83,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_reply_is_an_error_of_its_trajectory(monkeypatch, processor, relay, kind):
     reply, reason = BAD[kind]

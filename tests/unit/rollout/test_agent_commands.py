@@ -85,6 +85,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_bad_command_is_an_error_of_its_trajectory(monkeypatch, processor, kind):
     trajectories = outcome(monkeypatch, processor, ["good", kind], [0, 1])
@@ -92,6 +93,7 @@ def test_a_bad_command_is_an_error_of_its_trajectory(monkeypatch, processor, kin
     assert FAULTS[kind] in trajectories[1].error
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(monkeypatch, processor):
     trajectories = outcome(monkeypatch, processor, ["hang", "orphan"], [0, 1], timeout_s=4.0)
     assert "did not end within rollout.agent.timeout=4 s" in trajectories[0].error

@@ -654,6 +654,7 @@ def test_a_server_that_can_not_listen_says_so_at_its_start():
         Endpoint("192.0.2.7").bind()
 
 
+@pytest.mark.slow
 def test_an_idle_connection_stays_open(processor):
     """Clients close theirs after 5 idle seconds; one that the server closes then loses a call."""
 

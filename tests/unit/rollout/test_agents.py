@@ -116,6 +116,7 @@ def test_a_fault_is_its_own_trajectorys(toy, name, reason):
     assert all(t.error.startswith(f"environment: {reason}") for t in group.trajectories)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "max_concurrent", "n_faults"),
     [
@@ -153,12 +154,14 @@ def test_a_refused_first_call_is_the_reason_whatever_the_agent_does(toy, name):
     )
 
 
+@pytest.mark.slow
 def test_an_agent_that_loops_ends_at_its_limit_of_calls(toy):
     (group,) = play(agent_player(toy, "loops", max_calls=5), [[1]], sampling_of(toy))
     (trajectory,) = group.trajectories
     assert "max_calls" in trajectory.error and len(trajectory.turns) == 5
 
 
+@pytest.mark.slow
 def test_the_trajectory_never_exceeds_its_length(toy):
     (group,) = play(agent_player(toy, "loops", seq_length=100), [[1]], sampling_of(toy))
     (trajectory,) = group.trajectories

@@ -66,6 +66,7 @@ def check(tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_breaks_the_contract_is_told(check, name: str) -> None:
     code, text = check(name, "--time-limit", "1" if name == "hangs" else "30")
@@ -114,6 +115,7 @@ def test_the_table_says_what_each_kind_of_answer_was_paid(check) -> None:
     assert "ask for the form that it reads in data.prompt_suffix" in text
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_a_data_set_or_a_config(check, tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": str(n), "difficulty": 1.0} for n in (5, 6)]
     data = tmp_path / "rows.jsonl"

@@ -74,6 +74,7 @@ def test_a_step_with_crashing_hanging_and_lying_environments_ends_in_time(toy, k
     assert all(closed) and (kind is Faulty or all(not env.open for env in made))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_close_that_never_returns_is_counted_and_holds_nobody(toy, released, is_async):
     """3 of 24 environments. A coroutine is cancelled at its limit; a thread stays, and is counted while it does."""
@@ -212,6 +213,7 @@ def test_turns_and_time_bound_an_episode(toy, released):
     toy.engine.restore_memory()
 
 
+@pytest.mark.slow
 def test_an_episodes_time_begins_when_its_process_takes_calls(toy):
     class InProcess(Talk):
         start_limit_s = MOST_S
@@ -233,6 +235,7 @@ def test_an_episode_that_is_given_up_gives_its_request_up(toy):
     toy.engine.restore_memory()
 
 
+@pytest.mark.slow
 def test_a_coroutine_function_that_blocks_its_loop_harms_no_later_episode(toy, released):
     class Blocking(Talk):
         async def start(self, problem):

@@ -600,6 +600,7 @@ class Membership:
         assert not any(worker.groups for worker in self.workers), "what nobody wants is sampled"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_membership_holds_through_random_events(monkeypatch):
     """Time limits are of one order, so that each is met."""

@@ -182,6 +182,7 @@ def test_prompts_that_are_all_too_long_name_the_keys(prepared):
     assert "data.overlong=cut" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_environment_that_grades_against_no_answer_is_refused_by_name(prepared):
     seeds = "data.train_data_paths=['seeds://64']"
     for name in ("Calculator", "GradesItself"):

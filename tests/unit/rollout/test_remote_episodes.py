@@ -49,6 +49,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_one_reply_is_one_trajectorys_error(toy, relay):
     relay.does = {("step", seed): does for seed, (does, _) in SPOILED.items()}
     make = EnvMaker("remote", {"url": relay.url, "retry_s": 1.0}, {}, lambda *_: False, 1.0, 0.0)

@@ -219,6 +219,7 @@ def seen(messages):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(first=PARTS, turns=st.lists(TURN, min_size=1, max_size=4))
 def test_a_conversation_continued_has_the_ids_of_the_whole_rendered(

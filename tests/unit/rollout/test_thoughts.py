@@ -98,6 +98,7 @@ def test_a_template_that_does_not_know_is_not_told(toy, monkeypatch, template, m
         Renderer(toy.processor, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "budget", "turns"), [(OPENS, 1, 1), (OPENS, 5, 1), (OPENS, 5, 3), (KEEPS, 5, 3)]
 )
@@ -142,6 +143,7 @@ def test_an_answer_without_thoughts_is_drawn_whole_behind_its_first_piece(toy, m
     )
 
 
+@pytest.mark.slow
 def test_a_second_thought_has_a_budget_too(toy, monkeypatch):
     """It stops where the thought begins, and again when that has used its budget."""
     tokenizer = toy.processor.tokenizer

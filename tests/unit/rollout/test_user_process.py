@@ -134,6 +134,7 @@ def run(test, timeout_s=TIMEOUT_S, size=1):
     return result
 
 
+@pytest.mark.slow
 def test_calls_run_at_once_in_another_process():
     async def test(pool):
         start = time.monotonic()
@@ -146,6 +147,7 @@ def test_calls_run_at_once_in_another_process():
     run(test, size=2)
 
 
+@pytest.mark.slow
 def test_a_crash_ends_its_process_and_the_next_call_has_a_new_one():
     async def test(pool):
         first = await pool.call("pid")
@@ -160,6 +162,7 @@ def test_a_crash_ends_its_process_and_the_next_call_has_a_new_one():
     run(test)
 
 
+@pytest.mark.slow
 def test_a_call_that_holds_the_interpreter_costs_its_process(stuck_s):
     async def test(pool):
         # While it is being found out, a further call may still go to the lost process.
@@ -175,6 +178,7 @@ def test_a_call_that_holds_the_interpreter_costs_its_process(stuck_s):
     assert run(test, timeout_s=1.0) > 0
 
 
+@pytest.mark.slow
 def test_a_call_that_is_given_up_finds_a_stuck_process_too(stuck_s):
     async def test(pool):
         await pool.call("pid")  # a call that is given up before the start is never sent
@@ -188,6 +192,7 @@ def test_a_call_that_is_given_up_finds_a_stuck_process_too(stuck_s):
     run(test, timeout_s=LONG_S)
 
 
+@pytest.mark.slow
 def test_where_calls_hang_new_ones_go_to_another_process(monkeypatch):
     monkeypatch.setattr(user_process, "MOST_HUNG", 2)
 
@@ -232,6 +237,7 @@ def test_errors_come_with_the_lines_of_the_users_code(caplog):
     )
 
 
+@pytest.mark.slow
 def test_a_result_of_a_users_class_is_an_error_of_its_call_alone():
     async def test(pool):
         first = await pool.call("pid")
@@ -266,6 +272,7 @@ def test_results_leave_their_process_with_plain_types():
     assert plain_result(portable_result(step)) == plain_result(step)
 
 
+@pytest.mark.slow
 def test_a_death_is_seen_though_a_child_holds_the_socket():
     async def test(pool):
         await pool.call("leave_a_child")
@@ -277,6 +284,7 @@ def test_a_death_is_seen_though_a_child_holds_the_socket():
     run(test)
 
 
+@pytest.mark.slow
 def test_a_slow_start_takes_nothing_from_a_calls_limit(monkeypatch):
     monkeypatch.setattr(user_process, "STUCK_S", 0.2)
 
@@ -290,6 +298,7 @@ def test_a_slow_start_takes_nothing_from_a_calls_limit(monkeypatch):
     assert asyncio.run(main()) == 0.0
 
 
+@pytest.mark.slow
 def test_a_place_whose_process_does_not_start_attracts_no_calls(tmp_path, monkeypatch):
     path = tmp_path / "needed"
 
@@ -315,6 +324,7 @@ def test_a_place_whose_process_does_not_start_attracts_no_calls(tmp_path, monkey
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_process_that_started_it():
     code = """
 import asyncio, sys

@@ -142,6 +142,7 @@ class FailingMaker:
         return "failing"
 
 
+@pytest.mark.slow
 def test_a_tower_of_powers_in_a_box_is_a_wrong_answer(rank, monkeypatch):
     monkeypatch.setattr(rank.processor, "decode", lambda ids: rf"\boxed{{{TOWER}}}")
     summary, _ = generate(rank, Task("g", "train", 0, (1, 2)))["g"]
@@ -152,6 +153,7 @@ def test_a_tower_of_powers_in_a_box_is_a_wrong_answer(rank, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_reference_that_cannot_be_graded_is_the_rows_fault_and_found_by_the_filter(rank):
     found, _ = asyncio.run(rank.filter_rows("train", range(len(ROWS))))
     assert list(found.kept) == [0, 2]
@@ -162,6 +164,7 @@ def test_a_reference_that_cannot_be_graded_is_the_rows_fault_and_found_by_the_fi
     assert TOWER in found.bad[1].reason
 
 
+@pytest.mark.slow
 def test_functions_of_a_file_see_the_row_and_what_was_sampled(tmp_path, toy_folder):
     """The file is gone when the worker reads it: its text has come with the config."""
     code = tmp_path / "own.py"

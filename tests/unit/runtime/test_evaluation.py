@@ -37,6 +37,7 @@ def test_a_training_config_is_one_of_an_evaluation():
     assert config.data.train_data_paths == config.data.val_data_paths == ["toy"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_named_by_its_folder_or_its_runs(tmp_path):
     made = checkpoint_in(tmp_path / "run")
     for named in (made, tmp_path / "run"):
@@ -53,6 +54,7 @@ def test_a_model_takes_the_configs_place(tmp_path):
     assert evaluated("model=owner/name")[0].rollout.model.model_path == "owner/name"
 
 
+@pytest.mark.slow
 def test_what_can_not_be_evaluated_is_refused(tmp_path):
     made = checkpoint_in(tmp_path / "run", "rollout.model.model_path=toy-maze")
     (tmp_path / "empty").mkdir()

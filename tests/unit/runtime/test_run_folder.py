@@ -200,6 +200,7 @@ def test_a_crash_while_a_step_is_saved_again_loses_no_checkpoint(tmp_path, monke
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["disk", "store"])
 def test_a_process_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     tmp_path, place

@@ -146,6 +146,7 @@ def test_auto_without_a_checkpoint_sets_a_used_folder_aside_and_leaves_a_strange
 # --- a resume ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_in_the_folder_and_names_the_keys_that_changed(tmp_path, caplog):
     caplog.set_level("INFO")
     folder = trained(tmp_path, 4)
@@ -177,6 +178,7 @@ def test_a_resume_goes_on_in_the_folder_and_names_the_keys_that_changed(tmp_path
     assert content(folder).keys() == before.keys() | {"config.previous-1.yaml", "events.jsonl"}
 
 
+@pytest.mark.slow
 def test_going_back_sets_the_newer_branch_aside_and_auto_goes_on_with_the_new_one(tmp_path, caplog):
     caplog.set_level("INFO")
     folder = trained(tmp_path, 6)
@@ -205,6 +207,7 @@ def test_going_back_sets_the_newer_branch_aside_and_auto_goes_on_with_the_new_on
     assert [step for step, _ in checkpoints(folder / "abandoned-2")] == [4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["another run", "this name's former run", "a branch that was left"]
 )
@@ -242,6 +245,7 @@ def test_a_relative_checkpoint_is_looked_for_where_the_user_stands(tmp_path, mon
 # --- what ends before it begins ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_left_is_said_and_changes_nothing(tmp_path):
     folder = trained(tmp_path, 4)
     before = content(folder)
@@ -277,6 +281,7 @@ def holder(tmp_path):
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_with_who_uses_it_and_stays_as_it_is(tmp_path, holder):
     folder = trained(tmp_path, 2)
     before = content(tmp_path)

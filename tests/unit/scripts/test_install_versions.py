@@ -16,6 +16,11 @@ TORCH = re.findall(
     r"^TORCH_DEFAULT=(\S+)", (ROOT / "requirements/install.sh").read_text(), re.MULTILINE
 )[0]
 NEWER = "2.15.0"
+#: Modules that an environment imports once before it is ready.
+IMPORTED = (
+    *("actor.worker", "rollout.worker", "controller.supervise"),
+    *("local.warm_start", "report.build"),
+)
 #: Distribution → module of what `verify` looks at, beside torch.
 OTHERS = {
     "transformers": "transformers",
@@ -97,6 +102,10 @@ class Tree:
         for name in ("requirements/install.sh", "rlinf_vl/preflight/packages.py"):
             (self.root / name).write_text((ROOT / name).read_text())
         (self.root / "rlinf_vl/__init__.py").touch()
+        for module in IMPORTED:
+            path = self.root / f"rlinf_vl/{module.replace('.', '/')}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
         (self.root / "requirements/base.txt").write_text("torch>=2.11\n" + "\n".join(OTHERS))
         (self.root / "backend.py").write_text(BACKEND)
         (self.root / "pyproject.toml").write_text(

@@ -63,18 +63,21 @@ def open_port():
 # --- the scripts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["many"], ["--cpu"], ["1", "2"]])
 def test_check_needs_a_number(arguments: list[str]):
     done = bash("check_ray.sh", *arguments)
     assert done.returncode == 2 and "check_ray.sh N [--cpu]" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_launch_that_cannot_be_right_ends_with_its_reason_and_stops_what_is_there():
     done = bash("launch.sh", "2", "--", "true", RANK="first")
     assert done.returncode == 2 and "RANK must be a number, not 'first'" in done.stderr
     assert "start_ray.sh has started nothing on this node" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -108,6 +111,7 @@ def test_start_refuses(settings: dict[str, str], said: str, tmp_path: Path, monk
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.slow
 def test_check_gives_up_in_time(closed_port: int):
     start = time.monotonic()
     done = bash(

@@ -309,6 +309,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong, code", [([], 0), (["runner.max_stesp=3"], 2)])
 @pytest.mark.parametrize("sweep", [[], ["--multirun", "runner.seed=1,2"]])
 def test_a_check_needs_no_package_but_those_of_its_list(wrong, code, sweep, tmp_path):

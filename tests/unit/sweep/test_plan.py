@@ -67,6 +67,7 @@ def test_what_is_no_sweep_is_refused_by_name(tmp_path, override, message):
         plan(tmp_path, *override.split())
 
 
+@pytest.mark.slow
 def test_all_mistakes_of_all_runs_come_before_the_first_begins(tmp_path):
     sweep = plan(tmp_path, "algorithm.group_size=8,0", "actor.optim.lr=1e-4,-1", "runner.seed=1,2")
     with pytest.raises(ConfigError) as caught:
@@ -78,6 +79,7 @@ def test_all_mistakes_of_all_runs_come_before_the_first_begins(tmp_path):
     assert not sweep.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_has_one_sweep_and_no_run(tmp_path):
     sweep = plan(tmp_path, "runner.seed=1,2", "runner.max_steps=3")
     write_sweep(sweep)

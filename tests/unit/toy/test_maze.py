@@ -48,6 +48,7 @@ def rows() -> dict[str, list[Position]]:
     }
 
 
+@pytest.mark.slow
 def test_starts_lie_as_far_from_the_goal_as_is_said(rows) -> None:
     for split, starts in rows.items():
         counts = Counter(steps_between(start) for start in starts)
@@ -148,6 +149,7 @@ def walk(seed: int, answers: list[str], start: str = WALLED) -> list:
     return results
 
 
+@pytest.mark.slow
 def test_slips_follow_the_seed_and_have_the_stated_frequency() -> None:
     answers = ["\\boxed{down}"] * MAX_TURNS
 

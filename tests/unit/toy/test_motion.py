@@ -60,6 +60,7 @@ def test_no_layout_is_on_both_sides_of_the_split() -> None:
     assert Counter(layout.direction for layout in val) == dict.fromkeys(motion.DIRECTIONS, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
 def test_rows_show_what_they_ask(name: str) -> None:
     for split in ("train", "val"):
@@ -76,6 +77,7 @@ def test_rows_show_what_they_ask(name: str) -> None:
             assert f"\\boxed{{{direction_of(frames_of(row['videos']))}}}" == row["answer"]
 
 
+@pytest.mark.slow
 def test_without_their_order_frames_do_not_say_the_direction() -> None:
     rows = {name: toy_of(name).make_rows("val") for name in CONTROLS}
     is_right = Counter()

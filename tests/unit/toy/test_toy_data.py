@@ -50,6 +50,7 @@ def _sides_in_pixels(data: bytes) -> tuple[tuple[int, int, int, int], bool]:
     )
 
 
+@pytest.mark.slow
 def test_answers_follow_from_the_pixels_and_no_held_out_picture_is_trained_on(
     rows: dict[str, list[dict]],
 ) -> None:

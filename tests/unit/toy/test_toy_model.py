@@ -53,6 +53,7 @@ def _rendered(tokenizer, messages: list[dict], **kwargs) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
 
 
+@pytest.mark.slow
 def test_folder_holds_what_loaders_look_for(checkpoint: Path) -> None:
     assert {p.name for p in checkpoint.iterdir()} == {
         "README.md",
@@ -254,6 +255,7 @@ def test_same_seed_same_weights_another_seed_others() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -281,6 +283,7 @@ def test_models_of_other_families_are_made_alike(name, parameters, tmp_path: Pat
     assert made_for.summary() in (tmp_path / "README.md").read_text() != task.summary()
 
 
+@pytest.mark.slow
 def test_warm_start_takes_the_steps_of_transformers(tmp_path: Path) -> None:
     """Two steps on the same demonstrations by transformers' own forward, padded, and PyTorch's AdamW: losses and weights."""
     steps, seed = 2, 3
@@ -317,6 +320,7 @@ def test_warm_start_takes_the_steps_of_transformers(tmp_path: Path) -> None:
     assert f"last loss {loss.item():.3f}" in (trained / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_warm_start_lowers_the_loss(tmp_path: Path, tokenizer, processor) -> None:
     batch = demonstration_batch(task.TOY, tokenizer, processor, 32, np.random.default_rng(3))
     losses = []
@@ -328,6 +332,7 @@ def test_warm_start_lowers_the_loss(tmp_path: Path, tokenizer, processor) -> Non
     assert losses[1] < losses[0] - 0.3
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_bytes(tmp_path: Path) -> None:
     made = []
     for name in "ab":

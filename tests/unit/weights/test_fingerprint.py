@@ -52,6 +52,7 @@ def test_the_host_reads_once_whatever_the_number_of_tensors():
     assert reads(2) == reads(20) <= 2
 
 
+@pytest.mark.slow
 def test_launches_on_a_gpu_are_few():
     """A weight of 1 GiB, on meta tensors as on a GPU: 32 pieces of 6 operations, where 2,048 of a CPU's would be."""
     words = torch.empty(2**27, dtype=torch.int64, device="meta")
