@@ -69,9 +69,10 @@ recall() {
         { sha256sum 2>/dev/null || shasum -a 256; } | cut -d ' ' -f 1)"
 }
 
-# Prints what is there. `quick` looks at installed metadata only; `full` imports everything, which takes seconds.
+# Prints what is there. `quick` looks at installed metadata only; `full` imports what a run imports, which takes seconds. Python
+# compiles files as they are imported, and keeps that, so packages are installed uncompiled: most files are never imported.
 verify() {
-    "$python" - "$1" "$root" "$with_sglang" "$dev" <<'EOF'
+    env -u PYTHONDONTWRITEBYTECODE "$python" - "$1" "$root" "$with_sglang" "$dev" <<'EOF'
 import importlib, importlib.metadata as metadata, importlib.util, pathlib, runpy, shutil, subprocess, sys
 
 how, root, sglang, dev = sys.argv[1:]
@@ -95,6 +96,9 @@ for name, module in modules.items():
 location = pathlib.Path(importlib.util.find_spec("rlinf_vl").submodule_search_locations[0]).resolve()
 if location.parent != pathlib.Path(root).resolve():
     sys.exit(f"rlinf_vl is installed from {location.parent}, not from {root}")
+if how == "full":
+    for module in ("actor.worker", "rollout.worker", "controller.supervise", "local.warm_start", "report.build"):
+        importlib.import_module(f"rlinf_vl.{module}")
 gpus = 0
 if shutil.which("nvidia-smi"):
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
@@ -199,12 +203,53 @@ pip_install() { # WHAT ARGUMENT…: quiet but for errors
     local what="$1" start="$SECONDS"
     shift
     say "installing $what …"
-    "$python" -m pip install -qq --disable-pip-version-check "$@" ||
+    "$python" -m pip install -qq --no-compile --disable-pip-version-check "$@" ||
         fail "could not install $what (pip's message is above); run this again"
     say "  done in $((SECONDS - start)) s"
 }
 
-wanted=() # in one call with the requirements, so that pip sees every constraint at once
+# uv takes a third of pip's time for many packages. It does not know pip's settings: where those name the only place that
+# packages may come from, and where uv can't be had or fails, pip installs them.
+uv=""
+find_uv() {
+    if "$python" -m pip config list 2>/dev/null | grep -qE '\.(index-url|no-index|proxy|trusted-host|client-cert)='; then return; fi
+    "$python" -m pip install -qq --no-compile --disable-pip-version-check uv 2>/dev/null || return 0
+    uv="$venv/bin/uv"
+}
+uv_install() { # as pip_install
+    local what="$1" start="$SECONDS"
+    if [[ -n "$uv" ]]; then
+        say "installing $what …"
+        if UV_SYSTEM_CERTS=1 "$uv" pip install -q --python "$python" "${@:2}"; then
+            say "  done in $((SECONDS - start)) s"
+            return
+        fi
+        say "  uv could not (its message is above): asking pip"
+    fi
+    pip_install "$@"
+}
+
+# Of use beside rlinf_vl, to load what it exports with AutoProcessor. It must be built for this torch, or transformers
+# can't be imported any more; and there is no such build for every torch. It is looked for while the others are installed.
+torchvision_pid="" torchvision=()
+begin_torchvision() {
+    local argument
+    while read -r argument; do
+        if [[ -n "$argument" ]]; then torchvision+=("$argument"); fi
+    done <<<"$(packages torchvision)"
+    if ((${#torchvision[@]} == 0)); then return; fi
+    say "looking for a torchvision for this torch, beside the rest …"
+    "$python" -m pip -qq --disable-pip-version-check --retries 0 --timeout 20 "${torchvision[@]}" >/dev/null 2>&1 &
+    torchvision_pid=$!
+}
+end_torchvision() {
+    if wait "$torchvision_pid" && "$python" -P -c 'import torchvision' 2>/dev/null; then return; fi
+    "$python" -m pip uninstall -qq --yes --disable-pip-version-check torchvision 2>/dev/null || true
+    say "none for this torch can be had here, which rlinf_vl does without; AutoProcessor (videos) wants it:"
+    say "  $python -m pip ${torchvision[*]:0:${#torchvision[@]}-1} '${torchvision[${#torchvision[@]}-1]}'"
+}
+
+wanted=() # in one call with the requirements, so that their installer sees every constraint at once
 if [[ -n "$transformers" ]]; then wanted+=("transformers==$transformers"); fi
 if [[ -n "$with_sglang" ]]; then
     wanted+=("sglang==${sglang:-$SGLANG_DEFAULT}")
@@ -218,30 +263,15 @@ else
     torch_version="${torch_was:-${torch:-$TORCH_DEFAULT}}"
     pip_install "torch $torch_version" "torch==$torch_version" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
     wanted+=("torch==$torch_version") # and nothing below may move it
+    begin_torchvision # SGLang brings its own
 fi
 if [[ -n "$dev" ]]; then wanted+=(-r "$here/dev.txt"); fi
-pip_install "the requirements${with_sglang:+ with SGLang ${sglang:-$SGLANG_DEFAULT}}${dev:+ and the test tools}" \
+if [[ -z "$with_sglang" ]]; then find_uv; fi # SGLang depends on pre-releases, which pip finds by itself
+uv_install "the requirements${with_sglang:+ with SGLang ${sglang:-$SGLANG_DEFAULT}}${dev:+ and the test tools}" \
     -r "$here/base.txt" "${wanted[@]}" ${restore[@]+"${restore[@]}"}
-pip_install "rlinf_vl (editable)" --no-deps -e "$root"
+uv_install "rlinf_vl (editable)" --no-deps -e "$root"
 
-# Of use beside rlinf_vl, to load what it exports with AutoProcessor. It must be built for this torch, or transformers
-# can't be imported any more; and there is no such build for every torch.
-fit_torchvision() {
-    local arguments=() argument
-    while read -r argument; do
-        if [[ -n "$argument" ]]; then arguments+=("$argument"); fi
-    done <<<"$(packages torchvision)"
-    if ((${#arguments[@]} == 0)); then return; fi
-    say "installing torchvision for this torch …"
-    if "$python" -m pip -qq --disable-pip-version-check --retries 0 --timeout 20 "${arguments[@]}" 2>/dev/null &&
-        "$python" -P -c 'import torchvision' 2>/dev/null; then
-        return
-    fi
-    "$python" -m pip uninstall -qq --yes --disable-pip-version-check torchvision 2>/dev/null || true
-    say "  none for this torch can be had here, which rlinf_vl does without; AutoProcessor (videos) wants it:"
-    say "  $python -m pip ${arguments[*]:0:${#arguments[@]}-1} '${arguments[${#arguments[@]}-1]}'"
-}
-if [[ -z "$with_sglang" ]]; then fit_torchvision; fi # SGLang brings its own
+if [[ -n "$torchvision_pid" ]]; then end_torchvision; fi
 
 say "verifying (imports everything once) …"
 verify full || fail "the environment does not work (message above); run this again, or delete $venv first"
