@@ -2,7 +2,7 @@
 # Makes the environment with the test tools and runs the tests. Arguments go to pytest:
 #   bash tests/run.sh tests/unit -k algo
 # Without any, the quick tests run: about 5 minutes on two cores. The first argument may name other ones:
-#   --all      the slow tests, too, about 35 minutes
+#   --all      the slow tests, too, about 45 minutes
 #   --slow     the slow tests alone
 #   --nightly  grids, peers, notebooks and hosts struck at random, for an hour or two, which neither of them has
 #   --sglang   the environment that has SGLang (11 GB), and the tests that need it or its torch, about 15 minutes;
@@ -14,6 +14,8 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv" with=() tests=()
 cores="$(getconf _NPROCESSORS_ONLN)"
 parallel=(-n "$((cores < 4 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder)
+order=(tests/unit tests/integration tests/e2e) # the many that take moments before the few that take minutes
+if (($# > 1)); then order=(); fi # paths of the user's own may follow
 suite="${1:-}"
 case "$suite" in
     --sglang)
@@ -24,8 +26,8 @@ case "$suite" in
         tests+=(tests/e2e/test_sglang_agents_run.py tests/integration/sglang tests/e2e/test_sglang_run.py)
         tests+=(tests/unit/models/test_attention.py tests/unit/models/test_layers.py)  # SGLang's torch is a newer one
         ;;
-    --all) about="quick and slow tests, about 35 minutes" tests=("${parallel[@]}" -m "not nightly") ;;
-    --slow) about="slow tests, about 30 minutes" tests=("${parallel[@]}" -m "slow and not nightly") ;;
+    --all) about="quick and slow tests, about 45 minutes" tests=("${parallel[@]}" -m "not nightly" ${order[@]+"${order[@]}"}) ;;
+    --slow) about="slow tests, about 40 minutes" tests=("${parallel[@]}" -m "slow and not nightly" ${order[@]+"${order[@]}"}) ;;
     --nightly) about="tests for a night, one or two hours" tests=("${parallel[@]}" -m nightly) ;;
     "") about="quick tests, about 5 minutes" tests=("${parallel[@]}" -m "not slow") ;;
     *) about="" ;;
