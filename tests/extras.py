@@ -141,10 +141,27 @@ def _owners() -> dict[str, list[str]]:
 
 def closure(requirements: list[str]) -> set[str]:
     """The names of the packages that these requirements bring along, as they are installed here."""
+    return {canonicalize_name(requirement.name) for requirement in brought_along(requirements)}
+
+
+def constraints() -> str:
+    """What the core and all that it brings along demand of versions, as a file for installers."""
+    lines = {
+        f"{requirement.name}{requirement.specifier}"
+        for requirement in brought_along(PROJECT["dependencies"])
+        if requirement.specifier
+    }
+    return "\n".join(sorted(lines))
+
+
+def brought_along(requirements: list[str]) -> list[Requirement]:
+    """The requirements, and all those of the packages that meet them, as they are installed here."""
+    everything = []
     extras: dict[str, set[str]] = {}
     waiting = [Requirement(text) for text in requirements]
     while waiting:
         requirement = waiting.pop()
+        everything.append(requirement)
         name = canonicalize_name(requirement.name)
         new = {"", *requirement.extras} - extras.get(name, set())
         extras.setdefault(name, set()).update(new)
@@ -158,7 +175,7 @@ def closure(requirements: list[str]) -> set[str]:
             marker, further.marker = further.marker, None
             if marker is None or any(marker.evaluate({"extra": extra}) for extra in new):
                 waiting.append(further)
-    return set(extras)
+    return everything
 
 
 def allowed(extra: str) -> set[str]:
