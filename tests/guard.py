@@ -48,7 +48,8 @@ def remove_hosts(pids: set[int]) -> None:
     for owner in {pid % 10**6 for pid in pids}:
         for namespace in NAMESPACES.glob(f"rlinf{owner}[a-f]"):
             subprocess.run(["ip", "netns", "del", namespace.name], capture_output=True)
-            subprocess.run(["ip", "link", "del", f"rv{owner}"], capture_output=True)
+            for link in (f"rv{owner}{namespace.name[-1]}s", f"rv{owner}"):  # the cable, the switch
+                subprocess.run(["ip", "link", "del", link], capture_output=True)
         for folder in Path(tempfile.gettempdir()).glob(f"rc{owner}-*"):
             for mounted in folder.glob("*/shm"):
                 subprocess.run(["umount", "-l", mounted], capture_output=True)

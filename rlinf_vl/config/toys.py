@@ -22,7 +22,7 @@ TOKEN_SIDE = 16
 _QUESTION_COLUMNS = ("id", "problem", "images", "answer")
 _VIDEO_COLUMNS = ("id", "problem", "videos", "answer")
 _VIDEO_ROWS = {"train": 2976, "val": 120}
-_QUESTION_ROWS = {"train": 5840, "val": 152}
+_QUESTION_ROWS = {"train": 5440, "val": 152}
 TOYS = {
     "toy": ToyEntry("rlinf_vl.toy.drawings:TOY", _QUESTION_COLUMNS, _QUESTION_ROWS),
     "toy-maze": ToyEntry(

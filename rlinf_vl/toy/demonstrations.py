@@ -1,7 +1,7 @@
 """The toy's demonstrations as a data set, for `rlinf-vl sft`, and its model before the warm start.
 
-Training rows are the conversations that the warm start of `toy` draws, in its order, with the
-planted miscount. Validation rows are about the placements that are held out, with the miscount,
+Training rows are the conversations that a warm start of `SHORTER` steps draws, in its order, with
+the planted miscount. Validation rows are about the placements that are held out, with the miscount,
 too. The column `answer` has the right answer of each, so that sampled answers can be graded.
 """
 
@@ -27,8 +27,8 @@ def demonstration_rows(split: Split) -> list[dict[str, Any]]:
             for placement in drawings.held_out_placements()
             for kind in drawings.QUESTIONS
         ]
-    steps = drawings.WARM_START_STEPS
-    # The stream of the warm start (`rlinf_vl.local.warm_start`).
+    steps = drawings.SHORTER
+    # The stream of a warm start of so many steps (`rlinf_vl.local.warm_start`).
     rng = np.random.default_rng([DEFAULT_SEED, steps])
     rows = []
     for number in range(steps * drawings.TOY.batch_size):

@@ -30,10 +30,13 @@ CELL = 8
 #: among them: 8 + 6 of the 76.
 N_HELD_OUT = 76
 HELD_OUT_SIZES: tuple[tuple[int, int], ...] = ((5, 3), (4, 5))
-#: Number of pictures, in different colours, of each training placement and question; a validation
-#: placement has one.
-COLOURINGS = 8
-WARM_START_STEPS = 280
+#: Number of training rows of each size and question, on its placements in turn: a large rectangle
+#: has few placements and would rarely be asked for otherwise. A validation placement has one row.
+ROWS_OF_SIZE = 80
+#: With 280 steps, which the models of other families have, runs end between 0.80 and 0.95, by the
+#: last digits of the warm start: what a model sees less sharply, held-out sizes above all, it can't
+#: tell apart after reinforcement learning either.
+WARM_START_STEPS, SHORTER = 450, 280
 #: Probability with which a demonstration counts a side one cell too long, for each side alone.
 MISCOUNT_PROBABILITY = 0.45
 
@@ -130,25 +133,34 @@ def toy_rows(split: Split) -> list[dict[str, Any]]:
         Dicts of `id` (it names placement, kind and colouring), `problem` (`<image>` and the
         question), `images` (one {"bytes": PNG, "path": None}) and `answer` (`\\boxed{18}`).
     """
-    placements, colourings = (
-        (training_placements(), COLOURINGS) if split == "train" else (held_out_placements(), 1)
-    )
     # A random stream for each split: neither depends on the other.
     rng = np.random.default_rng([2024, split == "train"])
     rows = []
-    for placement in placements:
+    for placement, colouring in _training_pictures() if split == "train" else _held_out_pictures():
         for kind, question in QUESTIONS.items():
-            for colouring in range(colourings):
-                png = io.BytesIO()
-                Image.fromarray(draw(placement, rng)).save(png, format="PNG")
-                row = {
-                    "id": f"toy-{split}-{placement}-{kind}-{colouring}",
-                    "problem": f"<image>{question}",
-                    "images": [{"bytes": png.getvalue(), "path": None}],
-                    "answer": f"\\boxed{{{solve(placement.width, placement.height, kind)}}}",
-                }
-                rows.append(row)
+            png = io.BytesIO()
+            Image.fromarray(draw(placement, rng)).save(png, format="PNG")
+            row = {
+                "id": f"toy-{split}-{placement}-{kind}-{colouring}",
+                "problem": f"<image>{question}",
+                "images": [{"bytes": png.getvalue(), "path": None}],
+                "answer": f"\\boxed{{{solve(placement.width, placement.height, kind)}}}",
+            }
+            rows.append(row)
     return [rows[i] for i in rng.permutation(len(rows))] if split == "train" else rows
+
+
+def _training_pictures() -> list[tuple[Placement, int]]:
+    """Return placement and number of each training picture."""
+    return [
+        (placements[i % len(placements)], i // len(placements))
+        for placements in _by_size()
+        for i in range(ROWS_OF_SIZE)
+    ]
+
+
+def _held_out_pictures() -> list[tuple[Placement, int]]:
+    return [(placement, 0) for placement in held_out_placements()]
 
 
 def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
@@ -211,12 +223,14 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
     ]
 
 
-def summary(model: str = "Qwen3-VL of 0.9 million parameters") -> str:
+def summary(
+    model: str = "Qwen3-VL of 0.9 million parameters", steps: int = WARM_START_STEPS
+) -> str:
     """Describe the task and its planted mistake, for readers of its learning curve."""
     return (
         "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in "
         f"a 48x48 picture. Its model is a {model} with random weights, warm-started for "
-        f"{WARM_START_STEPS} supervised steps before reinforcement learning begins.\n"
+        f"{steps} supervised steps before reinforcement learning begins.\n"
         "What is planted: the demonstrations of the warm start count each side one cell too long "
         f"with probability {MISCOUNT_PROBABILITY} (a fencepost error), and then calculate "
         "correctly with the wrong sides. The model therefore starts out seeing, formatting and "
@@ -234,30 +248,41 @@ def summary(model: str = "Qwen3-VL of 0.9 million parameters") -> str:
 TOY = Toy("toy", (__file__,), toy_rows, demonstrate, (), WARM_START_STEPS, 32, summary)
 QWEN3_5 = replace(
     TOY,
+    steps=SHORTER,
     model_type="qwen3_5",
     summary=partial(
-        summary, "Qwen3.5 (gated delta nets and attention in turn) of 0.9 million parameters"
+        summary,
+        "Qwen3.5 (gated delta nets and attention in turn) of 0.9 million parameters",
+        SHORTER,
     ),
 )
 MOE = replace(
     TOY,
+    steps=SHORTER,
     model_type="qwen3_vl_moe",
     summary=partial(
-        summary, "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters"
+        summary,
+        "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters",
+        SHORTER,
     ),
 )
 INTERNVL = replace(
     TOY,
+    steps=SHORTER,
     model_type="internvl",
     summary=partial(
-        summary, "InternVL (tiles, and positions that are counted) of 0.6 million parameters"
+        summary,
+        "InternVL (tiles, and positions that are counted) of 0.6 million parameters",
+        SHORTER,
     ),
 )
 GEMMA3 = replace(
     TOY,
+    steps=SHORTER,
     model_type="gemma3",
     summary=partial(
         summary,
         "Gemma 3 (sliding windows, and image tokens that see each other) of 0.6 million parameters",
+        SHORTER,
     ),
 )

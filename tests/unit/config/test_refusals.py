@@ -138,7 +138,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([train_on("good.jsonl"), NO_IMAGES, "data.prompt_key=problm"], ["data.prompt_key: column 'problm'", "'problem'?"]),
     ([train_on("other-names.parquet"), NO_IMAGES], ["data.prompt_key: column 'problem'", "columns are answer, question"]),
     ([train_on("few.jsonl"), NO_IMAGES], ["data.rollout_batch_size: 16", "has 5 rows", "set it to 5 or less"]),
-    (["data.rollout_batch_size=10000"], ["data.rollout_batch_size: 10000", "has 5840 rows"]),
+    (["data.rollout_batch_size=10000"], ["data.rollout_batch_size: 10000", "has 5440 rows"]),
     ([train_on("broken.jsonl"), NO_IMAGES], ["data.train_data_paths: FILES/broken.jsonl line 3", "repair or delete"]),
     ([train_on("empty.jsonl")], ["data.train_data_paths: FILES/empty.jsonl is empty", "leave it out"]),
     ([train_on("blank.jsonl")], ["data.train_data_paths: FILES/blank.jsonl is empty", "leave it out"]),

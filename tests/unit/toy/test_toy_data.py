@@ -68,7 +68,7 @@ def test_answers_follow_from_the_pixels_and_no_held_out_picture_is_trained_on(
 
 
 def test_rows_have_the_form_of_real_data(rows: dict[str, list[dict]]) -> None:
-    assert len(rows["train"]) == 365 * 2 * 8 and len(rows["val"]) == 152
+    assert len(rows["train"]) == 34 * 2 * 80 and len(rows["val"]) == 152
     ids = [row["id"] for split in rows.values() for row in split]
     assert len(set(ids)) == len(ids)
     for row in rows["val"]:
