@@ -113,8 +113,10 @@ def estimate_step(
         DTYPES[config.rollout.model.precision],
     )
     responses = n_groups * size / max(1, len(placement.rollout) // engine_gpus)
-    held = lengths.prompt / size + (lengths.response + lengths.longest) / 2
-    running = max(1.0, min(responses, config.rollout.max_running_requests, kv_tokens // held))
+    tokens_of_one = lengths.prompt / size + (lengths.response + lengths.longest) / 2
+    running = max(
+        1.0, min(responses, config.rollout.max_running_requests, kv_tokens // tokens_of_one)
+    )
     steps = lengths.longest + max(0.0, responses / running - 1) * lengths.response
     context = lengths.prompt + lengths.response / 2
     touched = 1.0 if mixture is None else 1 - (1 - mixture.top_k / mixture.experts) ** running
@@ -145,8 +147,8 @@ def estimate_step(
     gathered = weights.total - weights.experts * (1 - 1 / getattr(fsdp, "expert_parallel_size", 1))
     moved = 0.0
     if shard > 1:
-        sent = gathers * gathered * DTYPES[fsdp.mixed_precision.param_dtype].itemsize
-        moved = (sent + n_micro * weights.trained * 4) / link(shard)
+        gathered_bytes = gathers * gathered * DTYPES[fsdp.mixed_precision.param_dtype].itemsize
+        moved = (gathered_bytes + n_micro * weights.trained * 4) / link(shard)
     exchanged = 0.0
     if getattr(fsdp, "expert_parallel_size", 1) > 1 and mixture is not None:
         state = text.hidden_size * 2 * mixture.top_k * 2 * len(mixture.layers)
@@ -202,8 +204,8 @@ def assumptions(arguments: argparse.Namespace, config: Config) -> tuple[GpuKind,
         "response": arguments.response_tokens,
         "longest": arguments.longest_response,
     }
-    given = {key: value for key, value in named.items() if value is not None}
-    lengths = replace(usual_lengths(config), **given)
+    options = {key: value for key, value in named.items() if value is not None}
+    lengths = replace(usual_lengths(config), **options)
     if not (0 <= lengths.images <= lengths.prompt and 0 < lengths.response <= lengths.longest):
         raise ConfigError(
             f"--prompt-tokens and the other lengths: {lengths}; images' are at most "

@@ -195,12 +195,12 @@ class Search:
                 fitting += layouts
                 if number % 20 == 0:
                     self.report(f"counted {number} of {len(roomy)}: {len(fitting)} fit")
-        own: list[tuple[Change, ...]] = [()]
+        placements: list[tuple[Change, ...]] = [()]
         for placement, _, is_shared in placements_on(self.hardware):
             # Engines that share GPUs with ranks take turns, so nothing can be ahead.
             if not (is_shared and self.config.runner.generates_ahead):
-                own.append((Change(PLACEMENT, placement),))
-        fitting += filter(None, map(self._counted, own))
+                placements.append((Change(PLACEMENT, placement),))
+        fitting += filter(None, map(self._counted, placements))
         confirmed = itertools.islice(self._confirmed(fastest_first(fitting)), max_layouts)
         return Found(tuple(fastest_first(confirmed)), self.tried, natural)
 
