@@ -21,7 +21,7 @@ KEYS = {"title", "sources", "revision", "metric", "deviations", "variants"}
 OPTIONAL = {"open", "absent"}
 METRIC = {"data", "grader", "prompt", "pixels", "sampling"}
 VARIANT = {"original", "expected", "gpus"}
-VARIANT_OPTIONAL = {"published_s", "gpu_memory", "nodes", "steps", "state"}
+VARIANT_OPTIONAL = {"published_s", "gpu_memory", "nodes", "state"}
 LISTS = {"deviations": "Deviations", "open": "Not found", "absent": "Not to be had here"}
 
 

@@ -199,15 +199,6 @@ if ! "$python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev
 fi
 say "$("$python" --version) in $venv"
 
-pip_install() { # WHAT ARGUMENT…: quiet but for errors
-    local what="$1" start="$SECONDS"
-    shift
-    say "installing $what …"
-    "$python" -m pip install -qq --no-compile --disable-pip-version-check "$@" ||
-        fail "could not install $what (pip's message is above); run this again"
-    say "  done in $((SECONDS - start)) s"
-}
-
 # uv takes a third of pip's time for many packages. It does not know pip's settings: where those name the only place that
 # packages may come from, and where uv can't be had or fails, pip installs them.
 uv=""
@@ -216,17 +207,19 @@ find_uv() {
     "$python" -m pip install -qq --no-compile --disable-pip-version-check uv 2>/dev/null || return 0
     uv="$venv/bin/uv"
 }
-uv_install() { # as pip_install
+by_uv() {
+    if [[ -z "$uv" ]]; then return 1; fi
+    UV_SYSTEM_CERTS=1 "$uv" pip install -q --python "$python" "$@" && return
+    say "  uv could not (its message is above): asking pip"
+    return 1
+}
+install_packages() { # WHAT ARGUMENT…: quiet but for errors
     local what="$1" start="$SECONDS"
-    if [[ -n "$uv" ]]; then
-        say "installing $what …"
-        if UV_SYSTEM_CERTS=1 "$uv" pip install -q --python "$python" "${@:2}"; then
-            say "  done in $((SECONDS - start)) s"
-            return
-        fi
-        say "  uv could not (its message is above): asking pip"
-    fi
-    pip_install "$@"
+    shift
+    say "installing $what …"
+    by_uv "$@" || "$python" -m pip install -qq --no-compile --disable-pip-version-check "$@" ||
+        fail "could not install $what (pip's message is above); run this again"
+    say "  done in $((SECONDS - start)) s"
 }
 
 # Of use beside rlinf_vl, to load what it exports with AutoProcessor. It must be built for this torch, or transformers
@@ -261,15 +254,15 @@ else
         say "  TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu bash requirements/install.sh"
     fi
     torch_version="${torch_was:-${torch:-$TORCH_DEFAULT}}"
-    pip_install "torch $torch_version" "torch==$torch_version" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+    install_packages "torch $torch_version" "torch==$torch_version" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
     wanted+=("torch==$torch_version") # and nothing below may move it
     begin_torchvision # SGLang brings its own
 fi
 if [[ -n "$dev" ]]; then wanted+=(-r "$here/dev.txt"); fi
 if [[ -z "$with_sglang" ]]; then find_uv; fi # SGLang depends on pre-releases, which pip finds by itself
-uv_install "the requirements${with_sglang:+ with SGLang ${sglang:-$SGLANG_DEFAULT}}${dev:+ and the test tools}" \
+install_packages "the requirements${with_sglang:+ with SGLang ${sglang:-$SGLANG_DEFAULT}}${dev:+ and the test tools}" \
     -r "$here/base.txt" "${wanted[@]}" ${restore[@]+"${restore[@]}"}
-uv_install "rlinf_vl (editable)" --no-deps -e "$root"
+install_packages "rlinf_vl (editable)" --no-deps -e "$root"
 
 if [[ -n "$torchvision_pid" ]]; then end_torchvision; fi
 

@@ -13,16 +13,15 @@ nothing that can be seen. tests/golden/survivors.json explains each that stays.
 
 import argparse
 import ast
-import importlib
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -209,16 +208,23 @@ def seen_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Yield the mutants of a file."""
-    source = path.read_text(encoding="utf-8")
-    for place, scope in edits.scopes_of(source):
-        for node in seen_nodes(scope):
+    name = str(path.relative_to(ROOT))
+    for place, scope in edits.scopes_of(path.read_text(encoding="utf-8")):
+        seen = list(seen_nodes(scope))
+        if not seen:
+            continue
+        # As `edits.equal_nodes` finds them: the nodes that are the same code, in the order of a walk.
+        equal: defaultdict[str, list[ast.AST]] = defaultdict(list)
+        for node in ast.walk(scope):
+            if isinstance(node, ast.expr | ast.stmt):
+                equal[ast.dump(node)].append(node)
+        for node in seen:
             for rule, new in changes(node):
-                old = ast.unparse(node)
-                equal = edits.equal_nodes(scope, old)
-                if any(other is node for other in equal):
-                    nth = next(i for i, other in enumerate(equal) if other is node)
+                old, dump = ast.unparse(node), ast.dump(node)
+                if ast.dump(edits.parsed(old)) == dump:
+                    nth = next(i for i, other in enumerate(equal[dump]) if other is node)
                     lines = node.lineno, node.end_lineno  # pyright: ignore[reportAttributeAccessIssue]
-                    yield Mutant(str(path.relative_to(ROOT)), place, rule, *lines, old, new, nth)
+                    yield Mutant(name, place, rule, *lines, old, new, nth)
 
 
 @cache
@@ -281,21 +287,12 @@ def cover(processes: int) -> None:
     COVERAGE.parent.mkdir(parents=True, exist_ok=True)
     for old in COVERAGE.parent.iterdir():
         old.unlink()
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    options = ["-q", "-p", "mutants", "-m", "not slow", "-n", str(processes), "--dist", "loadfile"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
-    arguments = [
-        "-q",
-        "-p",
-        "mutants",
-        "-m",
-        "not slow",
-        "-n",
-        str(processes),
-        "--dist",
-        "loadfile",
-    ]
-    os.system(" ".join([sys.executable, "-m", "pytest", *(f"'{a}'" for a in arguments)]))
     seconds: dict[str, float] = {}
     lines: defaultdict[str, list[str]] = defaultdict(list)
     for part in sorted(COVERAGE.parent.glob("tests-*.json")):
@@ -379,60 +376,45 @@ def attempt(mutant: Mutant, root: Path, tests: Tests) -> tuple[str, str]:
     return "survived", last
 
 
+def results_in(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of a file by the mutants' keys; none where there is no file."""
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    return {result["key"]: result for result in map(json.loads, lines)}
+
+
+def try_some(mutants: Sequence[Mutant], root: Path, tests: Tests, out: Path) -> None:
+    """Try mutants one by one in the copy at `root`, and write each result at once."""
+    planted_faults.use_copy(root)
+    for mutant in mutants:
+        begun = time.monotonic()
+        verdict, test = attempt(mutant, root, tests)
+        result = {"key": mutant.key, "rule": mutant.rule, "line": mutant.first}
+        result |= {"verdict": verdict, "by": test, "seconds": round(time.monotonic() - begun, 1)}
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        change = f"{mutant.file}:{mutant.first} {mutant.rule}: {mutant.old} → {mutant.new}"
+        print(f"{verdict:9} {change}", flush=True)
+
+
 def try_all(mutants: Sequence[Mutant], out: Path, processes: int) -> list[dict[str, Any]]:
     """Try the mutants in several copies at once; results are written as they come, and those there are kept."""
-    tests = Tests()
-    results: dict[str, dict[str, Any]] = {}
-    if out.exists():
-        for line in out.read_text(encoding="utf-8").splitlines():
-            result = json.loads(line)
-            results[result["key"]] = result
-    for library in (*planted_faults.LIBRARIES, "transformers.modeling_utils", "scipy.stats"):
-        with suppress(ImportError):
-            importlib.import_module(library)
-    sys.dont_write_bytecode = True
-    start = time.monotonic()
+    tests, known = Tests(), results_in(out)
+    untried = [mutant for mutant in mutants if mutant.key not in known]
+    planted_faults.load_libraries()
     pids = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        total = len(mutants)
         for number in range(processes):
             root = Path(folder, str(number))
             planted_faults.copy_repository(root)
-            mine = [mutant for i, mutant in enumerate(mutants) if i % processes == number]
-            pid = os.fork()
-            if pid:
+            if pid := os.fork():
                 pids.append(pid)
                 continue
-            # For processes that tests start; this one has imported nothing of ours.
-            data = os.environ.get("RLINF_VL_GEO3K") or str(ROOT.parent / "shared/data/geo3k")
-            os.environ |= {"PYTHONPATH": str(root), "RLINF_VL_GEO3K": data, "OMP_NUM_THREADS": "1"}
-            for mutant in mine:
-                if mutant.key in results:
-                    continue
-                begun = time.monotonic()
-                verdict, test = attempt(mutant, root, tests)
-                result = {"key": mutant.key, "rule": mutant.rule, "line": mutant.first}
-                result |= {
-                    "verdict": verdict,
-                    "by": test,
-                    "seconds": round(time.monotonic() - begun, 1),
-                }
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result, ensure_ascii=False) + "\n")
-                done = sum(1 for _ in out.open(encoding="utf-8"))
-                if verdict == "survived":
-                    print(
-                        f"survived  {mutant.file}:{mutant.first} {mutant.rule}: {mutant.old} → {mutant.new}"
-                    )
-                if done % 20 == 0:
-                    print(f"{done} of {total} after {time.monotonic() - start:.0f} s", flush=True)
+            try_some(untried[number::processes], root, tests, out)
             os._exit(0)
         for pid in pids:
             os.waitpid(pid, 0)
-    for line in out.read_text(encoding="utf-8").splitlines():
-        result = json.loads(line)
-        results[result["key"]] = result
-    return [results[mutant.key] for mutant in mutants if mutant.key in results]
+    known = results_in(out)
+    return [known[mutant.key] for mutant in mutants if mutant.key in known]
 
 
 def figures(results: Sequence[Mapping[str, Any]]) -> str:

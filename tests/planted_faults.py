@@ -35,7 +35,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "rlinf_vl"
 #: Libraries whose imports take seconds.
-LIBRARIES = ("torch", "transformers", "datasets", "pandas", "hypothesis", "ray")
+LIBRARIES = (
+    *("torch", "transformers.modeling_utils", "datasets"),
+    *("pandas", "hypothesis", "ray"),
+)
 #: Time limit of one fault's test files, in seconds: a fault may make a test hang.
 TIMEOUT_S = 900
 #: Exit status of pytest when tests have failed; other failures are of pytest or of the edit.
@@ -547,6 +550,19 @@ def copy_repository(target: Path) -> None:
             shutil.copy2(source, target / name, follow_symlinks=False)
 
 
+def use_copy(root: Path) -> None:
+    """Have processes that tests start from now on use the copy; this one has imported nothing of ours."""
+    data = os.environ.get("RLINF_VL_GEO3K") or str(ROOT.parent / "shared/data/geo3k")
+    os.environ |= {"PYTHONPATH": str(root), "RLINF_VL_GEO3K": data, "OMP_NUM_THREADS": "1"}
+    sys.dont_write_bytecode = True
+
+
+def load_libraries() -> None:
+    """Import `LIBRARIES`, for the forks that run tests."""
+    for library in LIBRARIES:
+        importlib.import_module(library)
+
+
 def run_tests(
     root: Path, marks: str, tests: Sequence[str], limit_s: float = TIMEOUT_S
 ) -> tuple[int, str]:
@@ -616,14 +632,10 @@ def main() -> int:
             print(f"{fault.name:32} {fault.page}: {fault.promise}")
         return 0
     counts = {"quick": 0, "slow": 0, "missed": 0}
-    data = os.environ.get("RLINF_VL_GEO3K") or str(ROOT.parent / "shared/data/geo3k")
     with tempfile.TemporaryDirectory(prefix="planted-faults-") as folder:
         copy_repository(Path(folder))
-        # For processes that tests start; this one has imported nothing of ours.
-        os.environ |= {"PYTHONPATH": folder, "RLINF_VL_GEO3K": data, "OMP_NUM_THREADS": "1"}
-        sys.dont_write_bytecode = True
-        for library in LIBRARIES:
-            importlib.import_module(library)
+        use_copy(Path(folder))
+        load_libraries()
         for fault in faults:
             start_time = time.monotonic()
             kind, test = find(fault, Path(folder))

@@ -2,7 +2,7 @@
 
 Each phase takes what it computes, reads or sends, over what its GPUs can, times a share that is
 reached. The shares are those between which published systems lie (`Shares`), so the two ends differ
-by a factor of 3 to 5. Nothing of it was measured with this package on a GPU. What narrows it is
+by a factor of 2 to 5. Nothing of it was measured with this package on a GPU. What narrows it is
 three steps of the run itself: `runner.max_steps=3`, and `time/step` in its metrics. Layouts are
 ranked by the fast end.
 
@@ -27,7 +27,7 @@ from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.shapes import head_dim
 from rlinf_vl.preflight.gpu_kinds import GPU_KINDS, GpuKind, kind_of_size
 from rlinf_vl.preflight.ledger import Hardware, ledger
-from rlinf_vl.preflight.model import Model
+from rlinf_vl.preflight.model import Model, expert_parallel_size
 
 #: Beginnings of data sets that an estimate neither fetches nor draws.
 UNCOUNTED_ROWS = ("hf://", "verifiers://", *TOYS)
@@ -66,15 +66,14 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step's phases at one end of the range, and the tokens it trains on by GPU."""
+    """Seconds of a step's phases at one end of the range, and whether generating and training overlap."""
 
     phases: dict[str, float]
     overlaps: bool
-    tokens_per_gpu: float
 
     @property
     def total(self) -> float:
-        """The seconds of a step; generating and training overlap in schedules ahead."""
+        """The seconds of a step."""
         generate, train, between = (self.phases[name] for name in PHASES)
         return (max(generate, train) if self.overlaps else generate + train) + between
 
@@ -93,90 +92,110 @@ def estimate_step(
     kv_tokens: int, shares: Shares = FAST,
 ) -> StepTime:  # fmt: skip
     """Estimate the seconds of one step; `kv_tokens`: of an engine's KV cache."""
-    n_groups, size = config.data.rollout_batch_size, config.algorithm.group_size
-    text, weights, fsdp = model.shape.get_text_config(), model.weights, config.actor.fsdp_config
-    mixture = model.mixture
-    active = weights.total - weights.tower - weights.experts
-    if mixture is not None:
-        active += weights.experts * mixture.top_k / mixture.experts
-    per_pair = 4 * text.num_attention_heads * head_dim(text) * text.num_hidden_layers
-    products, memory = shares.products * kind.products, shares.memory * kind.memory
-    gpus_of_node = [placement.node_of(slot) for slot in placement.actor]
-    n_ranks, per_node = len(gpus_of_node), gpus_of_node.count(gpus_of_node[0])
+    run = _Run(config, model, placement, kind, lengths, shares)
+    phases = {"generate": run.generate(kv_tokens), "train": run.train(), "between": run.between()}
+    return StepTime(phases, config.runner.generates_ahead)
 
-    def link(ranks: int) -> float:
-        return shares.links * (kind.network if ranks > per_node else kind.node)
 
-    # Generating: an engine decodes `running` responses at once, and one for longest tokens.
-    engine_gpus, bytes_ = (
-        config.rollout.tensor_parallel_size,
-        DTYPES[config.rollout.model.precision],
-    )
-    responses = n_groups * size / max(1, len(placement.rollout) // engine_gpus)
-    tokens_of_one = lengths.prompt / size + (lengths.response + lengths.longest) / 2
-    running = max(
-        1.0, min(responses, config.rollout.max_running_requests, kv_tokens // tokens_of_one)
-    )
-    steps = lengths.longest + max(0.0, responses / running - 1) * lengths.response
-    context = lengths.prompt + lengths.response / 2
-    touched = 1.0 if mixture is None else 1 - (1 - mixture.top_k / mixture.experts) ** running
-    dense = weights.total - weights.tower - weights.experts
-    read = bytes_.itemsize * (dense + touched * weights.experts)
-    read += running * context * model.family.decode_state(model.shape).token_bytes(bytes_)
-    decode = max(read / memory, 2 * active * running / products) / engine_gpus
-    tower = 2 * weights.tower * 4 * lengths.images  # about four patches make a token
-    prompt = 2 * active * lengths.prompt + per_pair * lengths.prompt**2 / 2 + tower
-    generate = steps * decode + responses / size * prompt / (products * engine_gpus)
+class _Run:
+    """Sizes of the model and of the batch, and rates of a GPU, for the phases of a step."""
 
-    # Training: passes over all tokens, prompts once where a group shares them.
-    prompts = 1 if config.actor.share_prompts else size
-    tokens = n_groups * (prompts * lengths.prompt + size * lengths.response)
-    recomputes = fsdp.gradient_checkpointing != "none"
-    first = 0 if config.algorithm.recompute_logprobs == "true" else 1
-    n = config.algorithm.n_minibatches
-    forwards = n - first + n * (config.algorithm.kl_beta > 0)
-    passes = forwards + n * (4 if recomputes else 3)
-    flops = passes / n * tokens * (2 * active + per_pair * context / 2)
-    flops += n_groups * tower * (3 * prompts if weights.trains_vision else 1)
-    rows = n_ranks // config.actor.context_parallel_size
-    budget = config.runner.max_tokens_per_mbs
-    n_micro = max(n, math.ceil(tokens / rows / budget))
-    shard = per_node if fsdp.strategy == "hsdp" else n_ranks
-    gathers = n_micro * (2 + forwards / n) if fsdp.reshard_after_forward else 1
-    # Experts that ranks share out are gathered by fewer of them; tokens go to them instead.
-    gathered = weights.total - weights.experts * (1 - 1 / getattr(fsdp, "expert_parallel_size", 1))
-    moved = 0.0
-    if shard > 1:
-        gathered_bytes = gathers * gathered * DTYPES[fsdp.mixed_precision.param_dtype].itemsize
-        moved = (gathered_bytes + n_micro * weights.trained * 4) / link(shard)
-    exchanged = 0.0
-    if getattr(fsdp, "expert_parallel_size", 1) > 1 and mixture is not None:
-        state = text.hidden_size * 2 * mixture.top_k * 2 * len(mixture.layers)
-        exchanged += passes / n * tokens / n_ranks * state / link(fsdp.expert_parallel_size)
-    if config.actor.context_parallel_size > 1:
-        state = 2 * text.num_attention_heads * head_dim(text) * 2 * 2 * text.num_hidden_layers
-        exchanged += (
-            passes / n * tokens / n_ranks * state / link(config.actor.context_parallel_size)
-        )
-    train = max(flops / n_ranks / products, moved) + exchanged
+    def __init__(
+        self, config: Config, model: Model, placement: Placement, kind: GpuKind, lengths: Lengths,
+        shares: Shares,
+    ) -> None:  # fmt: skip
+        self.config, self.model, self.placement, self.kind = config, model, placement, kind
+        self.lengths, self.shares = lengths, shares
+        text, weights, self.mixture = model.shape.get_text_config(), model.weights, model.mixture
+        self.text = text
+        #: Weights that every token uses, those that one token uses, and bytes of one in an engine.
+        self.dense = weights.total - weights.tower - weights.experts
+        self.active = self.dense
+        if self.mixture is not None:
+            self.active += weights.experts * self.mixture.top_k / self.mixture.experts
+        self.dtype = DTYPES[config.rollout.model.precision]
+        #: FLOPs of attention for a pair of tokens, and of the tower for a prompt's images.
+        self.per_pair = 4 * text.num_attention_heads * head_dim(text) * text.num_hidden_layers
+        self.tower = 2 * weights.tower * 4 * lengths.images  # about four patches make a token
+        self.context = lengths.prompt + lengths.response / 2
+        self.n_groups, self.group_size = config.data.rollout_batch_size, config.algorithm.group_size
+        self.products, self.memory = shares.products * kind.products, shares.memory * kind.memory
+        nodes = [placement.node_of(slot) for slot in placement.actor]
+        self.n_ranks, self.per_node = len(nodes), nodes.count(nodes[0])
+        sharded_on_a_node = config.actor.fsdp_config.strategy == "hsdp"
+        self.shard = self.per_node if sharded_on_a_node else self.n_ranks
 
-    trained = weights.shard(n_ranks, trained=True)
-    host = shares.links * kind.host
-    optimizer = n * trained * 32 / (host / 2 if fsdp.cpu_offload else memory)
-    sync = (
-        3
-        * bytes_.itemsize
-        * weights.engine_elements
-        / (memory if placement.shared else link(shard))
-    )
-    offload = 2 * (12 * trained + model.stored * (weights.shard(n_ranks) - trained))
-    between = optimizer + sync + (offload / host if config.actor.enable_offload else 0.0)
-    gpus = len({*placement.actor, *placement.rollout})
-    return StepTime(
-        {"generate": generate, "train": train, "between": between},
-        config.runner.generates_ahead,
-        n_groups * size * (lengths.prompt + lengths.response) / gpus,
-    )
+    def link(self, ranks: int) -> float:
+        """Return the bytes a second between so many ranks."""
+        kind = self.kind
+        return self.shares.links * (kind.network if ranks > self.per_node else kind.node)
+
+    def generate(self, kv_tokens: int) -> float:
+        """Return the seconds of an engine that decodes as many responses at once as it can, and one
+        for as many tokens as the longest has."""
+        lengths, mixture, rollout = self.lengths, self.mixture, self.config.rollout
+        gpus = rollout.tensor_parallel_size
+        responses = self.n_groups * self.group_size / max(1, len(self.placement.rollout) // gpus)
+        tokens_of_one = lengths.prompt / self.group_size + (lengths.response + lengths.longest) / 2
+        running = max(1.0, min(responses, rollout.max_running_requests, kv_tokens // tokens_of_one))
+        steps = lengths.longest + max(0.0, responses / running - 1) * lengths.response
+        touched = 1.0 if mixture is None else 1 - (1 - mixture.top_k / mixture.experts) ** running
+        state = self.model.family.decode_state(self.model.shape).token_bytes(self.dtype)
+        read = self.dtype.itemsize * (self.dense + touched * self.model.weights.experts)
+        read += running * self.context * state
+        decode = max(read / self.memory, 2 * self.active * running / self.products) / gpus
+        prompt = 2 * self.active * lengths.prompt + self.per_pair * lengths.prompt**2 / 2
+        prompts = responses / self.group_size * (prompt + self.tower)
+        return steps * decode + prompts / (self.products * gpus)
+
+    def train(self) -> float:
+        """Return the seconds of the passes over all tokens; a group's prompt counts once where it is
+        shared."""
+        config, lengths, weights = self.config, self.lengths, self.model.weights
+        fsdp, algorithm = config.actor.fsdp_config, config.algorithm
+        prompts = 1 if config.actor.share_prompts else self.group_size
+        tokens = self.n_groups * (prompts * lengths.prompt + self.group_size * lengths.response)
+        n = algorithm.n_minibatches
+        forwards = n * (algorithm.kl_beta > 0) + n - (algorithm.recompute_logprobs != "true")
+        passes = forwards + n * (4 if fsdp.gradient_checkpointing != "none" else 3)
+        passed_tokens = passes / n * tokens
+        flops = passed_tokens * (2 * self.active + self.per_pair * self.context / 2)
+        flops += self.n_groups * self.tower * (3 * prompts if weights.trains_vision else 1)
+
+        context, experts = config.actor.context_parallel_size, expert_parallel_size(config)
+        rows = self.n_ranks // context
+        n_micro = max(n, math.ceil(tokens / rows / config.runner.max_tokens_per_mbs))
+        gathers = n_micro * (2 + forwards / n) if fsdp.reshard_after_forward else 1
+        moved = 0.0
+        if self.shard > 1:
+            # Experts that ranks share out are gathered by fewer of them; tokens go to them instead.
+            gathered = weights.total - weights.experts * (1 - 1 / experts)
+            gathered_bytes = gathers * gathered * DTYPES[fsdp.mixed_precision.param_dtype].itemsize
+            moved = (gathered_bytes + n_micro * weights.trained * 4) / self.link(self.shard)
+        exchanged, text = 0.0, self.text
+        if experts > 1 and self.mixture is not None:
+            state = text.hidden_size * 2 * self.mixture.top_k * 2 * len(self.mixture.layers)
+            exchanged += passed_tokens / self.n_ranks * state / self.link(experts)
+        if context > 1:
+            state = 2 * text.num_attention_heads * head_dim(text) * 2 * 2 * text.num_hidden_layers
+            exchanged += passed_tokens / self.n_ranks * state / self.link(context)
+        return max(flops / self.n_ranks / self.products, moved) + exchanged
+
+    def between(self) -> float:
+        """Return the seconds of optimizer steps, of the weights' way to engines, and of memory that
+        goes to the host and back."""
+        config, weights = self.config, self.model.weights
+        trained = weights.shard(self.n_ranks, trained=True)
+        host = self.shares.links * self.kind.host
+        offloads_optimizer = config.actor.fsdp_config.cpu_offload
+        state_bandwidth = host / 2 if offloads_optimizer else self.memory
+        optimizer = config.algorithm.n_minibatches * trained * 32 / state_bandwidth
+        bandwidth = self.memory if self.placement.shared else self.link(self.shard)
+        sync = 3 * self.dtype.itemsize * weights.engine_elements / bandwidth
+        if not config.actor.enable_offload:
+            return optimizer + sync
+        frozen = weights.shard(self.n_ranks) - trained
+        return optimizer + sync + 2 * (12 * trained + self.model.stored * frozen) / host
 
 
 def steps_of(config: Config) -> int | None:
@@ -222,11 +241,6 @@ def seconds_text(fast: float, slow: float) -> str:
 
 def main(arguments: argparse.Namespace, config: Config, hardware: Hardware) -> int:
     """Print the hours of the config's own layout; return 0 if it fits, 1 if it does not."""
-    if config.cluster.device == "cpu":
-        raise ConfigError(
-            "cluster.device: cpu; --time estimates GPUs. On a CPU runner.max_steps=3 takes moments: "
-            "time/step of its metrics is measured"
-        )
     kind, lengths = assumptions(arguments, config)
     model = Model(config)
     placement = placement_of(config, (hardware.gpus,) * hardware.nodes)

@@ -7,7 +7,6 @@ import copy
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -284,35 +283,6 @@ def meta_model(
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Parameters that FSDP2 gathers together.
-
-    Attributes:
-        part: "root", "text" or "tower".
-        shapes: (shape, whether it is trained, whether it is a weight of experts) of each.
-    """
-
-    part: str
-    shapes: tuple[tuple[tuple[int, ...], bool, bool], ...]
-
-    def padded(
-        self, ranks: int, *, experts: bool, trained: bool = False, expert_ranks: int = 1
-    ) -> int:
-        """Return the elements that `ranks` ranks have together, with the padding of collectives.
-
-        Args:
-            experts: count the weights of experts; otherwise those of all else.
-            trained: count only those that are trained.
-            expert_ranks: ranks that share out the weights that are counted.
-        """
-        return sum(
-            ranks * math.ceil(shape[0] // expert_ranks / ranks) * math.prod(shape[1:])
-            for shape, is_trained, of_experts in self.shapes
-            if of_experts == experts and (is_trained or not trained)
-        )
-
-
 class Weights:
     """Numbers of elements of a model's parameters.
 
@@ -329,7 +299,6 @@ class Weights:
             that are trained in one unit.
         experts: of the experts' weights; `trained_experts`: of those that are trained;
             `block_experts` and `block_trained_experts`: of those of one text block.
-        units: the parameters by FSDP unit.
     """
 
     def __init__(
@@ -372,15 +341,9 @@ class Weights:
         self.root = unquantized - self.tower - sum(text_blocks)
         self.block = max(text_blocks)
         self.tower_unit = max([*vision_blocks, self.tower - sum(vision_blocks)])
-        self.units = _units(model, family, quantized_ids)
-        expert_weights = [
-            (unit.padded(1, experts=True), unit.padded(1, experts=True, trained=True))
-            for unit in self.units
-        ]
-        self.experts, self.trained_experts = (
-            sum(sizes) for sizes in zip(*expert_weights, strict=True)
-        )
-        self.block_experts, self.block_trained_experts = max(expert_weights)
+        by_unit = _experts_by_unit(model, family, quantized_ids)
+        self.experts, self.trained_experts = (sum(sizes) for sizes in zip(*by_unit, strict=True))
+        self.block_experts, self.block_trained_experts = max(by_unit)
 
     @cache  # noqa: B019  # as many as models
     def shard(self, ranks: int, trained: bool = False) -> int:
@@ -393,25 +356,21 @@ class Weights:
         return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
-def _units(model: nn.Module, family: Family, ignored: set[int]) -> tuple[Unit, ...]:
-    """Return the parameters by FSDP unit, as `Mesh.shard` makes them."""
+def _experts_by_unit(model: nn.Module, family: Family, ignored: set[int]) -> list[tuple[int, int]]:
+    """Return the elements of experts' weights in each FSDP unit, as `Mesh.shard` makes them: of all,
+    and of those that are trained."""
     experts = {id(p) for p in expert_weights(model).values()}
     counted = set(ignored)
-
-    def unit(part: str, module: nn.Module) -> Unit:
-        parameters = [p for p in module.parameters() if id(p) not in counted]
-        counted.update(map(id, parameters))
-        return Unit(
-            part, tuple((tuple(p.shape), p.requires_grad, id(p) in experts) for p in parameters)
-        )
-
     small = sum(p.numel() for p in model.parameters()) <= ONE_UNIT
-    tower = family.vision_tower
-    units = []
-    for path in () if small else family.fsdp_units:
-        part = "tower" if tower and f"{path}.".startswith(f"{tower}.") else "text"
-        units += [unit(part, module) for module in submodules(model, path)]
-    return (*units, unit("root", model))
+    paths = () if small else family.fsdp_units
+    sizes = []
+    for unit in [*(unit for path in paths for unit in submodules(model, path)), model]:
+        parameters = [p for p in unit.parameters() if id(p) not in counted]
+        counted.update(map(id, parameters))
+        of_experts = [p for p in parameters if id(p) in experts]
+        trained = sum(p.numel() for p in of_experts if p.requires_grad)
+        sizes.append((sum(p.numel() for p in of_experts), trained))
+    return sizes
 
 
 def _children(model: nn.Module, path: str | None) -> list[nn.Module]:

@@ -21,7 +21,7 @@ import itertools
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from rlinf_vl.config.placement import Placement, placement_of
 from rlinf_vl.config.schema import Config
@@ -39,7 +39,7 @@ from rlinf_vl.preflight.advice import (
 from rlinf_vl.preflight.gpu_kinds import GpuKind
 from rlinf_vl.preflight.gpu_parts import GIB
 from rlinf_vl.preflight.host_memory import host_memory
-from rlinf_vl.preflight.hours import SLOW, Lengths, StepTime, estimate_step
+from rlinf_vl.preflight.hours import FAST, SLOW, Lengths, Shares, StepTime, estimate_step
 from rlinf_vl.preflight.ledger import Hardware, Ledger, largest_budget, ledger
 from rlinf_vl.preflight.model import Model
 
@@ -68,16 +68,25 @@ class Layout:
 
     Attributes:
         changes: of the config.
-        time: the fast end of the estimated step; `slow`: the other end.
+        estimate: of a step, by the shares of a GPU that are reached.
         ledger: the memory of its GPUs; `host_bytes`: of the fullest machine.
     """
 
     changes: tuple[Change, ...]
     config: Config
-    time: StepTime
-    slow: StepTime
+    estimate: Callable[[Shares], StepTime]
     ledger: Ledger
     host_bytes: int
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The fast end of the estimated step, by which layouts are ranked."""
+        return self.estimate(FAST)
+
+    @property
+    def slow(self) -> StepTime:
+        """The other end."""
+        return self.estimate(SLOW)
 
     @property
     def overrides(self) -> str:
@@ -361,7 +370,7 @@ class Search:
             self.lengths,
             memory.kv_tokens,
         )
-        return Layout(changes, memory.config, estimate(), estimate(SLOW), memory, host_bytes)
+        return Layout(changes, memory.config, estimate, memory, host_bytes)
 
     def _confirmed(self, fitting: Sequence[Layout]) -> Iterator[Layout]:
         """Yield the first layout of each placement and size of engines, counted exactly."""

@@ -96,9 +96,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Run `rlinf-vl preflight CONFIG`; return 0 if it fits, 1 if it does not."""
     # Often asked on another machine than the run's, without its data and trackers.
     config = load_config(arguments.config, arguments.overrides, needs_machine=False)
-    if config.cluster.device == "cpu" and not arguments.time:
+    if config.cluster.device == "cpu":
         raise ConfigError(
-            "cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda"
+            "cluster.device: cpu; --time estimates GPUs. On a CPU runner.max_steps=3 takes moments: "
+            "time/step of its metrics is measured"
+            if arguments.time
+            else "cluster.device: cpu; preflight counts the memory of GPUs: add cluster.device=cuda"
         )
     # The placement refuses 0 GPUs, with a better message.
     options = [

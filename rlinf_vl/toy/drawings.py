@@ -136,7 +136,8 @@ def toy_rows(split: Split) -> list[dict[str, Any]]:
     # A random stream for each split: neither depends on the other.
     rng = np.random.default_rng([2024, split == "train"])
     rows = []
-    for placement, colouring in _training_pictures() if split == "train" else _held_out_pictures():
+    held_out = [(placement, 0) for placement in held_out_placements()]
+    for placement, colouring in _training_pictures() if split == "train" else held_out:
         for kind, question in QUESTIONS.items():
             png = io.BytesIO()
             Image.fromarray(draw(placement, rng)).save(png, format="PNG")
@@ -157,10 +158,6 @@ def _training_pictures() -> list[tuple[Placement, int]]:
         for placements in _by_size()
         for i in range(ROWS_OF_SIZE)
     ]
-
-
-def _held_out_pictures() -> list[tuple[Placement, int]]:
-    return [(placement, 0) for placement in held_out_placements()]
 
 
 def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
@@ -246,43 +243,26 @@ def summary(
 
 
 TOY = Toy("toy", (__file__,), toy_rows, demonstrate, (), WARM_START_STEPS, 32, summary)
-QWEN3_5 = replace(
-    TOY,
-    steps=SHORTER,
-    model_type="qwen3_5",
-    summary=partial(
-        summary,
-        "Qwen3.5 (gated delta nets and attention in turn) of 0.9 million parameters",
-        SHORTER,
-    ),
+
+
+def _of_family(model_type: str, model: str) -> Toy:
+    """Return the task with another family's model, which is described in words."""
+    return replace(
+        TOY, model_type=model_type, steps=SHORTER, summary=partial(summary, model, SHORTER)
+    )
+
+
+QWEN3_5 = _of_family(
+    "qwen3_5", "Qwen3.5 (gated delta nets and attention in turn) of 0.9 million parameters"
 )
-MOE = replace(
-    TOY,
-    steps=SHORTER,
-    model_type="qwen3_vl_moe",
-    summary=partial(
-        summary,
-        "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters",
-        SHORTER,
-    ),
+MOE = _of_family(
+    "qwen3_vl_moe",
+    "Qwen3-VL-MoE (8 experts a layer, 2 of them for a token) of 1.6 million parameters",
 )
-INTERNVL = replace(
-    TOY,
-    steps=SHORTER,
-    model_type="internvl",
-    summary=partial(
-        summary,
-        "InternVL (tiles, and positions that are counted) of 0.6 million parameters",
-        SHORTER,
-    ),
+INTERNVL = _of_family(
+    "internvl", "InternVL (tiles, and positions that are counted) of 0.6 million parameters"
 )
-GEMMA3 = replace(
-    TOY,
-    steps=SHORTER,
-    model_type="gemma3",
-    summary=partial(
-        summary,
-        "Gemma 3 (sliding windows, and image tokens that see each other) of 0.6 million parameters",
-        SHORTER,
-    ),
+GEMMA3 = _of_family(
+    "gemma3",
+    "Gemma 3 (sliding windows, and image tokens that see each other) of 0.6 million parameters",
 )
