@@ -1,6 +1,7 @@
 """Plants faults that are made by rule, hundreds of them, and reports which ones the tests find.
 
     python tests/mutants.py --cover             # once, half an hour: which line is run by which quick test
+    python tests/mutants.py --cover tests/unit/rewards/test_judge.py   # of these tests alone, anew
     python tests/mutants.py                     # 600 mutants of the core, an hour or two on two cores
     python tests/mutants.py --number 40 --seed 3 --only packing
     python tests/mutants.py --survivors         # those of tests/golden/survivors.json again
@@ -282,19 +283,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CoveragePlugin())
 
 
-def cover(processes: int) -> None:
-    """Run the quick tests, and write what each of them covers."""
+def cover(processes: int, files: Sequence[str] = ()) -> None:
+    """Run the quick tests, and write what each of them covers.
+
+    With `files` run these test files alone, and keep what is known of the others.
+    """
     COVERAGE.parent.mkdir(parents=True, exist_ok=True)
-    for old in COVERAGE.parent.iterdir():
-        old.unlink()
+    for pattern in ("lines-*", "tests-*"):
+        for old in COVERAGE.parent.glob(pattern):
+            old.unlink()
     paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     options = ["-q", "-p", "mutants", "-m", "not slow", "-n", str(processes), "--dist", "loadfile"]
     subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
+        [sys.executable, "-m", "pytest", *options, *files],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     seconds: dict[str, float] = {}
     lines: defaultdict[str, list[str]] = defaultdict(list)
+    if files and COVERAGE.exists():
+        known = json.loads(COVERAGE.read_text())
+        others = {
+            number: test
+            for number, test in enumerate(known["tests"])
+            if test.partition("::")[0] not in files
+        }
+        seconds |= {test: known["seconds"][number] for number, test in others.items()}
+        for line, numbers in known["lines"].items():
+            lines[line] += [others[number] for number in numbers if number in others]
     for part in sorted(COVERAGE.parent.glob("tests-*.json")):
         content = json.loads(part.read_text())
         seconds |= content["seconds"]
@@ -329,9 +344,19 @@ class Tests:
             for line in range(mutant.first, mutant.last + 1)
             for number in self._lines.get(f"{mutant.file}:{line}", ())
         }
-        if not numbers:
-            yield list(WHOLE_RUNS), 120.0
-            return
+        is_uncovered = not numbers
+        if is_uncovered:  # no test, or one in another process: those that run the file, or name it
+            stem = Path(mutant.file).stem
+            numbers = {
+                number
+                for line, others in self._lines.items()
+                if line.startswith(f"{mutant.file}:")
+                for number in others
+            } or {
+                number
+                for number, test in enumerate(self._tests)
+                if stem in source_of(test.partition("::")[0])
+            }
         room = Path(mutant.file).parts[1]
         files: defaultdict[str, list[int]] = defaultdict(list)
         for number in numbers:
@@ -355,6 +380,15 @@ class Tests:
             done.update(chosen)
             if chosen:
                 yield [self._tests[number] for number in chosen], total
+        if is_uncovered:
+            yield list(WHOLE_RUNS), 120.0
+
+
+@cache
+def source_of(file: str) -> str:
+    """Return the text of a test file; an empty one where it is gone."""
+    path = ROOT / file
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 # --- trying mutants ----------------------------------------------------------------------------------------------------
@@ -439,7 +473,12 @@ def figures(results: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore[reportOptionalMemberAccess]
-    parser.add_argument("--cover", action="store_true", help="find out which test runs which line")
+    parser.add_argument(
+        "--cover",
+        nargs="*",
+        metavar="FILE",
+        help="find out which test runs which line: of all, or of these test files",
+    )
     parser.add_argument("--number", type=int, default=600, help="mutants to try")
     parser.add_argument("--seed", type=int, default=1, help="of the choice among all")
     parser.add_argument("--only", default="", help="mutants whose path has this text")
@@ -448,8 +487,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=COVERAGE.parent / "results.jsonl")
     arguments = parser.parse_args()
-    if arguments.cover:
-        cover(arguments.processes)
+    if arguments.cover is not None:
+        cover(arguments.processes, arguments.cover)
         return 0
     mutants = all_mutants()
     if arguments.survivors:
