@@ -358,6 +358,8 @@ def test_a_table_keeps_what_its_cells_say(tmp_path: Path) -> None:
     for name, text in (
         ("rows.tsv", "problem\tanswer\nA, B; C?\t2\n"),
         ("semicolons.csv", "problem;answer\nA, B?;2\n"),
+        ("commas.csv", 'problem,answer,a;b\n"A, B; C?",2,\n'),
+        ("comma in a row.csv", "problem;answer\nA, B, C?;2\n"),
     ):
         (tmp_path / name).write_text(text)
         (row,) = ProblemDataset([str(tmp_path / name)], "train", RowFormat(image_keys=[]))

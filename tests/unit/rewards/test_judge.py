@@ -249,6 +249,7 @@ def test_replies_kept_by_an_older_reading_are_not_read(serve, tmp_path):
     (new,) = [
         path for path in (tmp_path / "cache" / "judge").glob("??/*") if path.read_text() == "0/1"
     ]
+    assert len(new.parent.name + new.name) == 64, "the whole digest names the file"
     new.unlink()
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("1")

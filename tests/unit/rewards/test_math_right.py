@@ -167,6 +167,10 @@ def test_right(box: str, answer: str, why: str) -> None:
     assert math_verdict(rf"So the answer is \boxed{{{box}}}.", answer) is True, why
 
 
+def test_those_without_algebra_are_right(misjudged) -> None:
+    assert not misjudged((rf"\boxed{{{box}}}", answer, True) for box, answer, _ in RIGHT)
+
+
 def test_the_table_states_each_pair_once() -> None:
     pairs = [(box, answer) for box, answer, _ in RIGHT]
     assert len(set(pairs)) == len(pairs) >= 139

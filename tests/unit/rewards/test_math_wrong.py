@@ -149,6 +149,10 @@ def test_wrong(box: str, answer: str, why: str) -> None:
     assert math_verdict(rf"So the answer is \boxed{{{box}}}.", answer) is False, why
 
 
+def test_those_without_algebra_are_wrong(misjudged) -> None:
+    assert not misjudged((rf"\boxed{{{box}}}", answer, False) for box, answer, _ in WRONG)
+
+
 def test_the_table_states_each_pair_once() -> None:
     pairs = [(box, answer) for box, answer, _ in WRONG]
     assert len(set(pairs)) == len(pairs) >= 117

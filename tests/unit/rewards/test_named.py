@@ -150,6 +150,8 @@ def test_edit_distance_against_its_definition():
 def test_giou_is_the_papers():
     """Against areas counted cell by cell, and by hand: two unit squares a unit apart have IoU 0 and GIoU -1/3."""
     assert overlap((0, 0, 1, 1), (2, 0, 3, 1)) == (0.0, pytest.approx(-1 / 3))
+    assert overlap((0, 0, 0.5, 0.5), (0.5, 0.5, 1, 1)) == (0.0, -0.5)
+    assert overlap((0, 0, 0.5, 0.5), (0, 0, 0.5, 0.25)) == (0.5, 0.5)
     assert (
         overlap((0, 0, 2, 2), (0, 0, 2, 2)) == (1.0, 1.0)
         and overlap((1, 1, 1, 1), (1, 1, 1, 1))[1] == 1.0
@@ -182,8 +184,10 @@ def test_a_box_is_read(said):
 def test_boxes_and_points():
     half = scored("bbox_giou", "[0, 0, 10, 20]", "[0, 0, 10, 10]")
     assert (half.value, half.parts["iou"], half.correct) == (0.5, 0.5, True)
-    assert scored("bbox_giou", "I see none", "[0, 0, 1, 1]").value == -1.0
+    none = scored("bbox_giou", "I see none", "[0, 0, 1, 1]")
+    assert (none.value, none.parts["iou"]) == (-1.0, 0.0)
     assert scored("bbox_giou", "[0, 0, 1]", "[0, 0, 1, 1]").correct is None
+    assert scored("bbox_giou", "[2, 0, 3, 1]", "[0, 0, 1, 1]").parts["iou"] == 0.0
     for said, inside in (
         ("(5, 5)", 1),
         ("[0, 10]", 1),
@@ -191,6 +195,20 @@ def test_boxes_and_points():
         ("5 5", 1),
         ("none", 0),
         ("[4, 4, 6, 6]", 1),
+        ("[0, 0, 20, 2]", 1),  # its middle is on the border
+        ("[0, 0, 22, 2]", 0),
+        ("[4, 0, 6, 20]", 1),
+        ("[4, 0, 6, 22]", 0),
+        ("[-22, 4, 0, 6]", 0),
+        ("[4, -22, 6, 0]", 0),
+        ("(-1, 5)", 0),
+        ("(5, -1)", 0),
+        ("(5, 11)", 0),
+        ("(0, 0)", 1),
+        ("(10, 10)", 1),
+        ("(2, 9) or (9, 2) or (20, 30)", 0),
+        ("(20, 30) or (30, 20), no, (9, 2)", 1),
+        ("7 8 9", 0),
         ('<point x="5" y="6">', 1),
     ):
         assert scored("point_in_box", said, "[0, 0, 10, 10]").value == inside, said
