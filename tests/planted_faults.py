@@ -496,7 +496,7 @@ FAULTS = (
         place="_fill",
         old="list(problems.values())",
         new="list(problems.values())[:1]",
-        tests=("tests/unit/config/test_config_load.py",),
+        tests=("tests/unit/package/test_refusals_table.py",),
     ),
     Fault(
         name="images-never-released",

@@ -1,13 +1,10 @@
-"""Placement: which slots a component takes, on which nodes, and what can't be had."""
+"""Placement: which slots a component takes, and on which nodes."""
 
 import pytest
 
 from rlinf_vl.config import load_config
 from rlinf_vl.config.placement import check_placement, placement_of, shares_slots, slots_named
 from rlinf_vl.config.schema import Config
-from rlinf_vl.errors import ConfigError
-
-APART = {"actor": "0-3", "rollout": "4-7"}
 
 
 def asking(placement, tp=1, context=1, **cluster):
@@ -99,114 +96,6 @@ def test_halves_come_out_even(tp, context, actor, engines):
 
 
 @pytest.mark.parametrize(
-    ("placement", "nodes", "expected"),
-    [
-        ({"actor,rollout": "all"}, 0, "the cluster has none"),
-        (
-            {"actor": "0-1", "rollout": 0},
-            0,
-            "the cluster has none of cluster.device; set that to cpu",
-        ),
-        (
-            {"actor": 0, "rolout": 1},
-            2,
-            "unknown component 'rolout'; components are actor and rollout; did you mean",
-        ),
-        ({"actor": 0}, 2, "no place for 'rollout'"),
-        (
-            {"actor,rollout": "all", "actor": 0},
-            2,
-            "'actor' is placed twice, by 'actor,rollout' and by 'actor'",
-        ),
-        (
-            {"actor,rollout": "0-2"},
-            2,
-            "'actor' wants slot 2, but the cluster has one node with slots 0-1",
-        ),
-        (
-            APART,
-            (3, 2),
-            "wants slot 7, but the cluster has 2 nodes: node 0 with slots 0-2, node 1 with slots 3-4",
-        ),
-        (
-            {"actor": 0, "rollout": 700},
-            (8,) * 64,
-            "the cluster has 64 nodes of 8 slots each, numbered 0 to 511",
-        ),
-        (
-            {"actor": "nodes 0", "rollout": "nodes 1-2"},
-            (2, 2),
-            "'rollout' wants node 2, numbered from 0, but the cluster",
-        ),
-        (
-            {"actor": "nodes 0 slots 0-2", "rollout": "nodes 1"},
-            (2, 2),
-            "'actor' wants slot 2 of node 0, which has 2",
-        ),
-        ({"actor": "0", "rollout": "1-4:0"}, (3, 3), "engine 0 (slots 1-4) would span nodes 0-1"),
-        ({"actor": "0", "rollout": "1-3:0-1"}, 4, "2 engines can't share 3 slots (1-3) evenly"),
-        (
-            {"actor": "0", "rollout": "1-2:0,3:2"},
-            4,
-            "'2' behind ':' numbers engines; they count on from 1",
-        ),
-        (
-            {"actor": "0-1:0", "rollout": "2"},
-            4,
-            "'actor: 0-1:0' shares slots out; each actor rank has one",
-        ),
-        (
-            {"actor": "disaggregated", "rollout": "2"},
-            4,
-            "gives a mode to one component; a mode places both",
-        ),
-        (
-            "single_node_split",
-            (2, 2),
-            "single_node_split is for one node, and the cluster has 2 nodes",
-        ),
-        (
-            "disaggregated",
-            1,
-            "disaggregated finds no halves: the cluster has one node with slots 0",
-        ),
-        ({"actor,rollout": "3-0"}, 9, "'actor,rollout: 3-0' isn't all, a slot, or ranges"),
-        ({"actor,rollout": "some"}, 9, "isn't all, a slot, or ranges"),
-        ({"actor,rollout": "split"}, 9, "nor one of collocated, disaggregated, single_node_split"),
-        ({"actor,rollout": -1}, 9, "isn't all, a slot, or ranges"),
-        ({"actor,rollout": ""}, 9, "isn't all, a slot, or ranges"),
-        ({"actor,rollout": "slots 0-2"}, 9, "isn't all, a slot, or ranges"),
-        ({"actor,rollout": "0-2,1"}, 9, "names a slot twice"),
-        ({"actor,rollout": "all,1"}, 9, "names a slot twice"),
-        ({"actor,rollout": "nodes 0,0"}, 9, "names a node twice"),
-    ],
-)
-def test_refusals(placement, nodes, expected):
-    config = asking(placement)
-    with pytest.raises(ConfigError, match=r"^cluster\.component_placement: ") as error:
-        check_placement(config)
-        placement_of(config, (nodes,) if isinstance(nodes, int) else nodes)
-    assert expected in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("placement", "nodes", "expected"),
-    [
-        ({"actor": 3, "rollout": "0-2"}, 4, "2 does not divide the 3 slots of rollout in"),
-        (
-            {"actor": 0, "rollout": "1-4"},
-            (2, 3),
-            "2 does not divide the 1 slots of rollout on node 0 in",
-        ),
-    ],
-)
-def test_engines_that_can_not_be_placed(placement, nodes, expected):
-    with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size: ") as error:
-        placed_on(nodes, placement, tp=2)
-    assert expected in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("placement", "nodes", "engines", "beside"),
     [
         ("all", (4,), [(0, 1), (2, 3)], True),
@@ -222,21 +111,8 @@ def test_an_engine_may_span_the_slots_of_ranks(placement, nodes, engines, beside
     assert "engine" in placed.map() and "actor rank" in placed.map()
 
 
-def test_torch_engines_have_one_slot():
-    config = asking({"actor": "0", "rollout": "1-2:0"})
-    config.rollout.rollout_backend = "torch"
-    with pytest.raises(
-        ConfigError, match="an engine with slots 1-2, but rollout.rollout_backend is torch"
-    ):
-        placement_of(config, (3,))
-
-
 def test_ranks_that_share_rows_come_out_even():
     assert placed_on(4, {"actor": "0-3", "rollout": 0}, context=2).actor == (0, 1, 2, 3)
-    with pytest.raises(
-        ConfigError, match=r"actor\.context_parallel_size: 2 does not divide the 3 slots of actor"
-    ):
-        placed_on(4, {"actor": "0-2", "rollout": 0}, context=2)
 
 
 def test_halves_come_out_even_for_ranks_that_share_experts():
@@ -244,20 +120,11 @@ def test_halves_come_out_even_for_ranks_that_share_experts():
     config.actor.fsdp_config.expert_parallel_size = 4
     config.actor.context_parallel_size = 2
     assert placement_of(config, (7,)).actor == (0, 1, 2, 3)
-    with pytest.raises(ConfigError, match=r"actor takes 4 or a multiple .*expert_parallel_size"):
-        placement_of(config, (4,))
 
 
 def test_elastic_engines_need_slots_of_their_own():
-    with pytest.raises(
-        ConfigError,
-        match="puts actor and rollout on the same slots.* cluster.component_placement=disagg",
-    ):
-        check_placement(asking("all", elastic_rollout=True))
     config = asking({"actor": "nodes 0", "rollout": "0-1"}, elastic_rollout=True)
     check_placement(config)  # which slots node 0 has, only the cluster tells
-    with pytest.raises(ConfigError, match="puts actor and rollout on the same slots"):
-        placement_of(config, (2, 2))
     assert placement_of(asking("disaggregated", elastic_rollout=True), (2, 2)).engines == (
         (2,),
         (3,),

@@ -1,4 +1,4 @@
-"""Names of hubs' environments in a config: sources with their arguments, refusals, and what to install."""
+"""Names of hubs' environments in a config: sources with their arguments, and what to install."""
 
 import sys
 from types import ModuleType
@@ -7,17 +7,10 @@ import pytest
 
 from rlinf_vl.config import load_config, save_config
 from rlinf_vl.config.hubs import parse_rows_path, rows_path, with_arguments
-from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import inputs
 
 WORDS = ("rollout.env_class=verifiers:words", "data.train_data_paths=[verifiers://words]")
 NO_VAL = "data.val_data_paths=[]"
-
-
-def refusal(*overrides) -> str:
-    with pytest.raises(ConfigError) as refused:
-        load_config("toy-grpo-cpu", overrides)
-    return str(refused.value)
 
 
 @pytest.mark.slow
@@ -34,26 +27,6 @@ def test_a_source_carries_the_environments_arguments_and_no_stale_ones(tmp_path)
     resumed = load_config(str(tmp_path / "config.yaml"), ["rollout.env_kwargs.n=5"])
     assert parse_rows_path(resumed.data.train_data_paths[0]) == ("words", {"n": 5})
     assert resumed.rollout.verifiers_name == "words" and resumed.rollout.has_agents
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        ((WORDS[0],), ["data.train_data_paths: toy with", "write verifiers://words"]),
-        ((*WORDS, "data.val_data_paths=[verifiers://other]"), ["data.val_data_paths", "verifiers://words"]),
-        ((WORDS[1],), ["rollout.env_class=single_turn", "rollout.env_class=verifiers:words"]),
-        ((*WORDS, NO_VAL, "rollout.agent.function=a.py:f"), ["an agent drives itself"]),
-        (("rollout.env_class=verifiers://words",), ["names no environment", "verifiers:NAME"]),
-        (
-            (*WORDS, NO_VAL, "algorithm.image_corruption.share=0.5"),
-            ["algorithm.image_corruption.share: agents choose"],
-        ),
-    ],
-    ids=["data", "val", "env", "agent", "name", "corruption"],
-)  # fmt: skip
-def test_configs_that_mix_environments_are_refused(overrides, words):
-    message = refusal(*overrides)
-    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
@@ -84,21 +57,12 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch, installed, 
     assert all(word in reason for reason in reasons for word in words)
 
 
-def test_openenv_without_its_package_or_without_an_address(monkeypatch):
+def test_openenv_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
     monkeypatch.setitem(sys.modules, "openenv.core", None)
-
-    def problems(*overrides):
-        return list(inputs._environment(load_config("toy-grpo-cpu", overrides)))
-
-    (missing,) = problems("rollout.env_class=openenv:http://127.0.0.1:8000")
+    config = load_config("toy-grpo-cpu", ["rollout.env_class=openenv:http://127.0.0.1:8000"])
+    (missing,) = inputs._environment(config)
     assert "pip install 'rlinf_vl[openenv]'" in missing
-    (absent,) = problems("rollout.env_class=openenv:json:Client")
-    assert "no class 'Client' in json" in absent
-    (keyword,) = problems(
-        "rollout.env_class=openenv:http://127.0.0.1:8000", "+rollout.env_kwargs.field=[a]"
-    )
-    assert "did you mean 'fields'" in keyword
 
 
 def test_a_clients_file_travels_with_the_config(tmp_path):
