@@ -39,6 +39,7 @@ from rlinf_vl import __main__ as command_line
 from rlinf_vl import entry
 from rlinf_vl.config import Config, config_keys, imitation, load
 from rlinf_vl.config.overrides import apply_overrides
+from rlinf_vl.data import verifiers_rows
 from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.preflight import gpus
@@ -97,8 +98,9 @@ class Renderer:
             )
             # Which the command line adds the working folder to.
             stack.enter_context(unittest.mock.patch.object(sys, "path", [*sys.path]))
-            for name in ("RLINF_VL_CACHE", "CUDA_HOME", "RAY_ADDRESS"):
+            for name in ("CUDA_HOME", "RAY_ADDRESS"):
                 os.environ.pop(name, None)
+            os.environ["RLINF_VL_CACHE"] = str(self.folder / "cache")
             self._stack = stack.pop_all()
         return self
 
@@ -155,6 +157,9 @@ class Renderer:
             text = text.replace(path, name)
         text = re.sub("x{40,}", lambda match: f"x{{{len(match[0])}}}", text)
         text = re.sub(r"(memory|room in /dev/shm), \d+", r"\1, …", text)
+        # Encoders differ.
+        text = re.sub(r"ends after [\d.]+ s", "ends after … s", text)
+        text = re.sub(r"image [\da-f]{12} \(", "image … (", text)
         # An example more changes no message.
         text = re.sub(r"([\w.-]+, ){4,}[\w.-]+", _without_examples, text)
         return "\n".join(line.rstrip() for line in text.strip().splitlines())
@@ -174,14 +179,14 @@ def _without_examples(names: re.Match) -> str:
 def machine(quick: bool = True, **variables: str) -> Iterator[None]:
     """Make this process one on a machine with these properties; other variables are set as they are.
 
-    GPUS: number of GPUs of 80 GB. INSTALLED: optional packages, and sglang=VERSION.
+    GPUS: number of GPUs of 80 GB. INSTALLED: optional packages, and sglang or verifiers with =VERSION.
     """
     installed = dict(
         name.partition("=")[::2] for name in variables.pop("INSTALLED", "").split(",") if name
     )
     n_gpus, find_spec = int(variables.pop("GPUS", 0)), importlib.util.find_spec
 
-    def sglang_version(name: str) -> str:
+    def version_of(name: str) -> str:
         if name not in installed:
             raise PackageNotFoundError(name)
         return installed[name]
@@ -199,7 +204,8 @@ def machine(quick: bool = True, **variables: str) -> Iterator[None]:
         unittest.mock.patch.dict(os.environ, variables),
         patch(gpus, "gpu_memory", lambda: (80 * 2**30,) * n_gpus),
         patch(importlib.util, "find_spec", spec),
-        patch(sglang_machine, "version", sglang_version),
+        patch(sglang_machine, "version", version_of),
+        patch(verifiers_rows, "version", version_of),
         patch(entry, "launch_training", launched),
         patch(command_line, "parse", parse_words if quick else _parse),
         patch(load, "parse_config", parse_quickly if quick else _parse_config),
@@ -339,6 +345,13 @@ FILES = {
     "heading.csv": "problem,answer\n",
     "ragged.csv": "problem,answer\n1 + 1?,2\n1,2,3,4\n",
     "latin.csv": b"problem,answer\n" + b"caf\xe9?,2\n" * 40,
+    "twice.csv": "problem,answer,answer\n1?,1,1\n",
+    "open.csv": 'problem,answer\n"1?,1\n',
+    "odd.tsv": "problem\tanswer\n1?\t1\t1\n",
+    "levels.csv": "problem,answer,level\n1?,1,easy\n",
+    "spoilt/state.json": "{}",
+    "torn.mp4": "12345",
+    "nothing.mp4": "",
     "bad.parquet": "PAR1, or so",
     "empty.parquet": "",
     "sums.xlsx": b"PK\x03\x04",
@@ -413,7 +426,9 @@ def write_files(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "nothing-in-it").mkdir()
-    Image.new("RGB", (40, 40)).save(folder / "ok.png")
+    (folder / "pictures/red").mkdir(parents=True)
+    for name in ("ok.png", "pictures/red/1.png"):
+        Image.new("RGB", (40, 40)).save(folder / name)
     tables = {
         "other-names.parquet": {"question": ["1 + 1?"] * 20, "answer": ["2"] * 20},
         "clips.parquet": {

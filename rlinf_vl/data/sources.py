@@ -430,7 +430,8 @@ def _peek_folder(path: Path) -> Peek:
         try:
             file_columns = peek(file, scanned=2**20).columns
         except ValueError as error:
-            raise ValueError(f"holds {file.relative_to(path)}, which {error}") from error
+            name = file.relative_to(path)
+            raise ValueError(f"holds a file that can't be used: {name} {error}") from error
         if file_columns is None:
             return Peek(None, None)
         columns |= dict.fromkeys(file_columns)

@@ -207,10 +207,10 @@ def _clip_of_file(path: Path, settings: VideoConfig) -> ImageRef:
         if facts.st_size > MAX_FILE_BYTES:
             raise ImageError(
                 TOO_LARGE,
-                f"{path.name!r} has {facts.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are accepted",
+                f"a file of {facts.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are accepted",
             )
         if not facts.st_size:
-            raise ImageError(NOT_A_VIDEO, f"{path.name!r} has 0 bytes")
+            raise ImageError(NOT_A_VIDEO, "a file of 0 bytes")
         # A file of gigabytes is not hashed: one that is written anew has another time.
         key = (str(path), facts.st_size, facts.st_mtime_ns, astuple(settings))
         return _CLIPS.get(key, read)

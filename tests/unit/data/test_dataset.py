@@ -214,50 +214,6 @@ def test_repeated_ids_give_way_to_row_numbers(
     assert "column 'id' has missing or repeated values" in caplog.text
 
 
-def test_missing_columns_are_refused_before_any_row_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.parquet", rows([A, B]))
-    for key, name, near in (
-        ("image_keys", "imgs", "images"),
-        ("prompt_key", "problems", "problem"),
-        ("answer_key", "anser", "answer"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            open_(path, **{key: [name] if key == "image_keys" else name})
-        columns = "answer, images, problem"
-        expected = f"data.{key}: column '{name}' not in {path}; columns are {columns}; did you mean '{near}'?"
-        assert str(caught.value) == expected
-    assert len(open_(path, image_keys=[])) == 1
-
-
-def test_what_cannot_be_opened_says_so(tmp_path: Path) -> None:
-    (tmp_path / "rows.xlsx").write_text("problem,answer\n")
-    (tmp_path / "rows.csv").write_text("problem,answer\n")
-    (tmp_path / "odd.csv").write_text("problem,answer\n1 + 1?,2\n1, 2 or 3?,1\n")
-    (tmp_path / "latin.csv").write_bytes("problem,answer\n1 + 1?,zw\xf6lf\n".encode("latin-1"))
-    (tmp_path / "twice.csv").write_text("problem,answer,answer\n1 + 1?,2,2\n")
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
-    (tmp_path / "empty").mkdir()
-    for name, message in (
-        ("gone.parquet", "no such file or folder"),
-        ("rows.xlsx", "has suffix '.xlsx', which is none of"),
-        ("rows.csv", "is empty; write at least one row"),
-        (
-            "odd.csv",
-            "line 3 has 3 cells, the first line 2; put cells that have a ',' in double quotes",
-        ),
-        ("latin.csv", "line 2 is not UTF-8"),
-        ("twice.csv", "line 1 names columns twice: answer"),
-        ("broken.parquet", "is no parquet file"),
-        ("empty", "holds no files"),
-    ):
-        with pytest.raises(ValueError, match=f"{name}:? .*{message}"):
-            open_(tmp_path / name)
-    with pytest.raises(ValueError, match="data.val_data_paths: no path given"):
-        open_(split="val")
-    with pytest.raises(ValueError, match="'test' is neither 'train' nor 'val'"):
-        open_(tmp_path, split="test")
-
-
 @pytest.mark.slow
 def test_a_damaged_line_far_down_is_found_when_the_file_is_loaded(tmp_path: Path) -> None:
     path, good = (

@@ -192,17 +192,5 @@ def test_what_is_no_image_is_not_kept(server: Server, path: str, kind: str, mess
     assert [file for file in kept.iterdir() if not file.name.endswith(".lock")] == []
 
 
-def test_a_host_that_is_not_there(server: Server) -> None:
-    with pytest.raises(ImageError, match="can't be fetched"):
-        get("http://127.0.0.1:9/a.png")
-
-
-@pytest.mark.slow
 def test_hosts_of_the_config_are_plain_names() -> None:
     assert load_config("toy-grpo-cpu", ["data.image_hosts=[images.example.org]"]).data.image_hosts
-    for host in ("https://a.org", "a.org:80", "*.a.org", "u@a.org", "''"):
-        with pytest.raises(ValueError, match="data.image_hosts: .* is no plain host name"):
-            load_config(
-                "toy-grpo-cpu",
-                [f"data.image_hosts=['{host}']" if host != "''" else "data.image_hosts=['']"],
-            )

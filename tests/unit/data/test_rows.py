@@ -220,7 +220,7 @@ def test_images_of_a_system_message_go_with_it() -> None:
     assert contents(replaced) == [["Mine."], ["And ", url(A), "?"]] and [
         x.url for x in replaced.images
     ] == [url(A)]
-    with pytest.raises(RowError, match="the prompt has 3 <image> and the row 1 images"):
+    with pytest.raises(RowError, match="3 <image> and the row 1"):
         problem(chat, [A], system_prompt="Mine.")
     placed = problem(
         [chat[0] | {"content": "No."}, {"role": "user", "content": "?"}],
@@ -228,118 +228,6 @@ def test_images_of_a_system_message_go_with_it() -> None:
         system_prompt="Mine.",
     )
     assert contents(placed) == [["Mine."], [url(A), url(B), "?"]] and len(placed.images) == 2
-
-
-UNUSABLE = [
-    None,
-    "",
-    "  ",
-    float("nan"),
-    float("-inf"),
-    "NaN",
-    [],
-    [None],
-    [1, "x"],
-    [1, None],
-    [[1], []],
-    {"value": 6},
-]
-
-
-@pytest.mark.parametrize("value", UNUSABLE)
-def test_unusable_answers_are_the_rows_error(value: Any) -> None:
-    with pytest.raises(RowError, match="row d:0: column 'answer'"):
-        problem("Find x.", answer=value)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "images", "message"),
-    [
-        ("<image>Find x.", [A, B], "the prompt has 1 <image> and the row 2 images"),
-        ("<image>Find x.", None, "the prompt has 1 <image> and the row 0 images"),
-        ("<image><image>Find x.", [A], "the prompt has 2 <image> and the row 1 images"),
-        ("Find x.", [A, b"text"], "column 'images', image 1: 4 bytes beginning b'text'"),
-        ("Find x.", "https://example.org/a.png", "data.image_hosts"),
-        (None, [A], "column 'problem' holds None"),
-        ([], [A], "column 'problem' holds \\[\\]"),
-        ([{"role": "user"}], [A], "no chat message with role and content"),
-        ([{"role": "assistant", "content": "x"}], [A], "last message is of role 'assistant'"),
-        ([{"role": "user", "content": None}], [A], "content part"),
-        ([{"role": "user", "content": " "}], [A], "no message of role 'user' says anything"),
-        (
-            [{"role": "system", "content": "x"}, {"role": "user", "content": []}],
-            None,
-            "says anything",
-        ),
-        ([{"role": "user", "content": [{"type": "audio"}]}], [A], "neither text nor an image"),
-        (
-            [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}],
-            [A],
-            "the prompt has 1 <video> and the row 0 videos",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a.mp4"}}]}],
-            None,
-            "column 'problem', video 0: 'a.mp4' is neither base64 of a video",
-        ),
-        (
-            "What happens in <video>?",
-            None,
-            "the prompt has 1 <video> and the row 0 videos",
-        ),
-        (
-            "Find x.",
-            "clip.MP4",
-            "column 'images', image 0: path 'clip.MP4' is a video's; name its column in",
-        ),
-        (
-            "Find x.",
-            [A, b"\0\0\0\x20ftypisom" + bytes(40)],
-            "image 1: .* are a video; name its column in data.video_keys",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-            None,
-            "column 'problem', image 0: 'a.png' is neither",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "image", "image": A}]}],
-            [B],
-            "the prompt has 0 <image> and the row 1 images",
-        ),
-    ],
-)
-def test_unusable_rows_name_themselves_and_the_reason(
-    prompt: Any, images: Any, message: str
-) -> None:
-    with pytest.raises(RowError, match="row d:0: .*" + message) as caught:
-        problem(prompt, images)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        ({"problem": " ", "images": None, "answer": "6"}, "prompt unusable"),
-        ({"problem": "x", "images": None, "answer": " "}, "answer missing"),
-        ({"problem": "x", "images": None, "answer": {"value": 6}}, "answer unusable"),
-        ({"problem": "<image>", "images": None, "answer": "6"}, "placeholders and images disagree"),
-        ({"problem": "x", "images": b"text", "answer": "6"}, "not an image"),
-        ({"problem": "x", "images": "gone.png", "answer": "6"}, "image file can't be read"),
-        ({"problem": "x", "images": "http://a.org/a.png", "answer": "6"}, "image not fetched"),
-        ({"problem": "x", "images": None}, "column missing"),
-        ({"problem": "x", "images": "a.mp4", "answer": "6"}, "video among images"),
-        ({"problem": "x", "answer": "6", "videos": ["a.mp4"]}, "video file can't be read"),
-        ({"problem": "x", "answer": "6", "video": {"bytes": b"x"}}, "video can't be decoded"),
-        ({"problem": "x<video>", "answer": "6", "video": None}, "placeholders and videos disagree"),
-    ],
-)
-def test_each_class_of_reason_has_a_kind(row: dict[str, Any], kind: str) -> None:
-    form = RowFormat().for_columns(row) if {"video", "videos"} & row.keys() else RowFormat()
-    with pytest.raises(RowError) as caught:
-        row_to_problem(row, "d:0", form)
-    assert kind_and_reason(caught.value) == (kind, caught.value.reason)
-    assert kind_and_reason(KeyError("x")) == ("KeyError", "'x'")
 
 
 def test_an_empty_column_of_videos_and_frames_as_images_are_no_videos() -> None:
@@ -351,13 +239,6 @@ def test_an_empty_column_of_videos_and_frames_as_images_are_no_videos() -> None:
         ).images
     row = {"problem": "x", "video": [A, B], "answer": "6"}
     assert len(row_to_problem(row, "d:0", RowFormat(image_keys=["video"])).images) == 2
-
-
-def test_a_missing_column_is_named_with_the_nearest() -> None:
-    with pytest.raises(
-        RowError, match="data.image_keys: column 'imgs' not in the row; .*did you mean 'images'"
-    ):
-        problem("Find x.", A, image_keys=["imgs"])
 
 
 def test_blank_images_keep_place_and_size() -> None:
@@ -373,22 +254,18 @@ def test_blank_images_keep_place_and_size() -> None:
         ({"env_class": "maze", "env_kwargs": '{"size": 4}'}, "/", "maze"),
         ({"env_class": "maze"}, None, "maze"),
         ({"env_class": "maze", "env_kwargs": "null"}, "/", "maze"),
-        ({"env_class": "os:abc"}, None, "comes from the hub"),
-        ({"env_class": "envs.py:Mine"}, None, "comes from the hub"),
-        ({"env_kwargs": {"make": "os:abc"}}, None, "comes from the hub"),
-        ({"env_class": 3}, "/", "column 'env_class' holds 3: expected the name of an environment"),
-        ({"env_kwargs": [3]}, "/", "expected a mapping"),
-        ({"env_kwargs": "{"}, "/", "which is not JSON"),
     ],
 )
 def test_the_environment_of_a_row(cells: dict[str, Any], root: str | None, expected: str) -> None:
     row = {"problem": "1 + 1?", "images": None, "answer": "2", **cells}
-    try:
-        found = row_to_problem(row, "d:0", RowFormat(), Path(root) if root else None)
-    except RowError as e:
-        assert e.kind == "environment unusable" and expected in e.reason
-    else:
-        assert found.env_class == expected and found.columns.get("env_kwargs") in (
-            None,
-            {"size": 4},
-        )
+    found = row_to_problem(row, "d:0", RowFormat(), Path(root) if root else None)
+    assert found.env_class == expected
+    assert found.columns.get("env_kwargs") in (None, {"size": 4})
+
+
+def test_errors_of_rows_cross_a_process_and_have_a_kind() -> None:
+    with pytest.raises(RowError) as caught:
+        problem(None)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert kind_and_reason(caught.value) == ("prompt unusable", caught.value.reason)
+    assert kind_and_reason(KeyError("x")) == ("KeyError", "'x'")

@@ -52,15 +52,6 @@ def test_a_restored_sampler_goes_on_with_the_same_batches(stop: int) -> None:
     assert [restored.next_rows(2) for _ in range(7)] == [sampler.next_rows(2) for _ in range(7)]
 
 
-def test_too_few_rows_are_refused_with_the_key_to_change() -> None:
-    with pytest.raises(
-        ValueError, match=r"data\.rollout_batch_size: 8 problems a step, but only 7"
-    ):
-        EpochSampler(ROWS, 8, shuffle=True, seed=0)
-    with pytest.raises(ValueError, match="not positive"):
-        EpochSampler(ROWS, 0, shuffle=True, seed=0)
-
-
 SOURCES = {row: 0 if row < 100 else 1 if row < 110 else 2 for row in range(150)}
 SHARES = [1, 2, 5]
 
@@ -125,11 +116,3 @@ def test_a_curriculum_goes_up_in_every_epoch_and_shuffles_what_is_equal() -> Non
     assert len({tuple(epoch) for epoch in epochs}) == 3
     still = EpochSampler(range(6), 6, shuffle=False, seed=0, levels=levels)
     assert still.next_rows(6)[1] == [0, 3, 1, 4, 2, 5]
-
-
-def test_a_source_without_usable_rows_is_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"data\.weights: 2 for source 2 of data.train_data_paths, of which no row can",
-    ):
-        EpochSampler(range(9), 3, shuffle=True, seed=0, sources={}, weights=[1, 2])

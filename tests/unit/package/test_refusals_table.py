@@ -21,7 +21,7 @@ SLOW = {
     "actor.model.lora.quantization: torn",
 }
 #: Packages and modules whose refusals the table has.
-SOURCES = ("config", "preflight/inputs.py")
+SOURCES = ("config", "data", "preflight/inputs.py")
 #: Texts of refusals that no case provokes → why.
 NOT_PROVOKED = {
     "engine of": "a map of slots",
@@ -30,6 +30,12 @@ NOT_PROVOKED = {
     "can't be imported (": "takes a package that lacks one itself: tests/unit/config/test_refusals.py",
     "which does not answer on": "takes two minutes",
     "; install one that does": "takes two minutes",
+    ": not complete after": "takes a server: tests/unit/data/test_fetch.py",
+    ": more than": "takes a server: tests/unit/data/test_fetch.py",
+    ": the connection ended": "takes a server: tests/unit/data/test_fetch.py",
+    "bytes early": "takes a server: tests/unit/data/test_fetch.py",
+    "a truncated video: there is no frame at": "takes one bad frame: tests/unit/data/test_videos.py",
+    "a video whose frame at": "takes one bad frame: tests/unit/data/test_videos.py",
     "exit status": "takes a process that a signal ends",
 }
 
