@@ -152,7 +152,7 @@ def _same_option(response: str, answer: str, algebra: bool) -> bool | None:
     return True
 
 
-def _same_ratio(response: str, answer: str, algebra: bool) -> bool | None:
+def _same_ratio(response: str, answer: str, algebra: bool) -> bool:
     """Compare where either side is a ratio, `3:4`.
 
     A reference such as 1:15 may be a time of day, so 3:45 is not the same, nor is a fraction.
@@ -160,7 +160,7 @@ def _same_ratio(response: str, answer: str, algebra: bool) -> bool | None:
     answer_terms = [parse_number(term.strip()) for term in answer.split(":")]
     response_terms = [parse_number(term.strip()) for term in response.split(":")]
     if None in answer_terms or None in response_terms or len(answer_terms) < 2:
-        return False if len(answer_terms) > 1 or len(response_terms) > 1 else None
+        return False
     is_clock = _CLOCK.fullmatch(answer) is not None
     a = [term.value for term in response_terms if term is not None]
     b = [term.value for term in answer_terms if term is not None]
@@ -266,9 +266,7 @@ def _same_list(response: str, answer: str, algebra: bool) -> bool:
     if response_brackets != answer_brackets:
         response_point, response_tuple = _split_point(response)
         answer_point, answer_tuple = _split_point(answer)
-        if not (response_point or answer_point) or (
-            response_point and answer_point and response_point != answer_point
-        ):
+        if not response_point and not answer_point:
             return _same_equation(response, answer, algebra) if "=" in response + answer else False
         return _same_list(response_tuple, answer_tuple, algebra)
     if len(response_elements) != len(answer_elements) or len(response_elements) > MAX_ELEMENTS:
