@@ -221,7 +221,7 @@ def hub(answer: str | None) -> Iterator[None]:
     if answer is None:
         yield
         return
-    import huggingface_hub
+    import huggingface_hub.errors
 
     errors = huggingface_hub.errors
     kinds = {"missing": errors.RepositoryNotFoundError, "gated": errors.GatedRepoError}
@@ -247,9 +247,9 @@ _import_module = importlib.import_module
 
 def parse_words(words: Sequence[str]) -> argparse.Namespace:
     """Parse words as the command line does; for `train` without options no parser of all verbs is made."""
-    verb, config, *overrides = words
-    if verb != "train" or any(word.startswith("-") for word in words):
+    if words[0] != "train" or any(word.startswith("-") for word in words):
         return _parse(words)
+    verb, config, *overrides = words
     return argparse.Namespace(
         verb=verb, config=config, overrides=overrides, check=False, multirun=False
     )
@@ -390,6 +390,24 @@ FILES = {
     "folder.yaml/x": "",
     "code.py": CODE,
     "agent.py": "async def solve(task, client): return 1.0\n",
+    "values.py": "WORDS = ['a']\n\ndef slow(response, answer): return 1\n",
+    "losses.py": "import torch\n\ndef raises(inputs): raise KeyError('x')\n\ndef alone(inputs): return torch.zeros(8)\n\n"
+    "def endless(inputs): return inputs.logprobs * float('nan')\n\ndef opened(run): raise OSError('no server')\n\n"
+    "def mean(inputs): return (-inputs.ratio() * inputs.advantages).mean()\n\n"
+    "def misspells(inputs): return -inputs.ration()\n\n"
+    "def of_groups(rewards, group_ids, tokens): return rewards.unique()\n\n"
+    "def divides(rewards, group_ids, tokens): return torch.cat([r / r.std() for r in rewards.split(4)])\n",
+    "env.py": "class Env:\n    def __init__(self, turns=1): ...\n    def start(self, problem): ...\n"
+    "    def step(self, response): ...\n    def close(self): ...\n",
+    "notes.sh": "just words\n",
+    "seed.yaml": "x: 1\n",
+    "foreign.yaml": "defaults: [toy-grpo-cpu]\nactor_rollout_ref: {rollout: {n: 5}, actor: {ppo_epochs: 2, grad_clip: 1.0}}\n",
+    "counterpart.yaml": "runner: {task_type: reasoning}\nreward: {reward_type: mine}\nrollout: {enforce_eager: true}\n"
+    "algorithm: {ratio_clip_eps: 0.2}\n",
+    "rloo.sh": "trl rloo --model_name_or_path m --beta 0.1 --dataset_name d\n",
+    "rloo.py": "RLOOTrainer(model='m', args=RLOOConfig(beta=0.1), reward_funcs=f)\n",
+    "easyr1.yaml": "data: {train_files: a@train}\nworker: {actor: {global_batch_size: 8}, rollout: {n: 5}}\n",
+    "nothing.txt": "\n\n",
     "syntax.py": "def score(response, answer:\n    return 1\n",
     "raises.py": "def score(response, answer): return 1.0\n1 / 0\n",
     "reward.py": "def one(text): return 1.0\n\ndef fine(response, answer, least=1): return 1.0\n\nx = 1\n",
@@ -413,6 +431,8 @@ FILES = {
     "pointers/model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2\nsize 4000000\n",
     "pointers/tokenizer.json": "version https://git-lfs.github.com/spec/v1\n",
     "pointers/preprocessor_config.json": "{}",
+    "llava/config.json": '{"model_type": "llava"}',
+    "uneven/config.json": '{"model_type": "qwen3_vl_moe", "text_config": {"hidden_size": 30}}',
     "checkpoint/README.md": "",
     "copied/controller.json": '{"step": 2}',
     "copied/actor/__0_0.distcp": "",
@@ -426,6 +446,14 @@ def write_files(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "nothing-in-it").mkdir()
+    # Two checkpoints that lack nothing, with tokenizers that differ.
+    for name, tokens in (("sound", {"a": 0, "b": 1}), ("foreign", {"a": 0, "b": 2})):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text('{"model_type": "qwen3_vl"}')
+        (folder / name / "model.safetensors").write_bytes(bytes(20))
+        (folder / name / "preprocessor_config.json").write_text("{}")
+        tokenizer = {"model": {"vocab": tokens}, "added_tokens": []}
+        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "pictures/red").mkdir(parents=True)
     for name in ("ok.png", "pictures/red/1.png"):
         Image.new("RGB", (40, 40)).save(folder / name)

@@ -1,17 +1,21 @@
 """What expressions of tests/golden/refusals.txt name. They are evaluated in a folder of the files of tests/refusals.py."""
 
 import io
+import runpy
 import sys
 import types
 import unittest.mock
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from rlinf_vl.config import load
 from rlinf_vl.config.placement import Placement, check_placement, placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.data import VideoConfig
@@ -31,6 +35,9 @@ __all__ = [
     "MAGIC", "EpochSampler", "Fraction", "Image", "bad_rows", "clip_ref", "images", "np", "open_source", "peek", "verifiers_rows",
     "video_decoding", "videos",
 ]  # fmt: skip
+
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def placed(
@@ -207,3 +214,20 @@ def check_bad_rows(n: int, total: int, share: float) -> None:
     record = bad_rows.BadRows(Path.cwd(), share, {"train": total})
     record.add("train", [BadRow("answer missing", f"rows:{i}", "column 'answer' is empty") for i in range(n)])  # fmt: skip
     record.check()
+
+
+@cache
+def _machine(gpus: int) -> Any:
+    """Return the machine of docs/generate_memory_page.py with so many GPUs."""
+    return runpy.run_path(str(ROOT / "docs/generate_memory_page.py"))["host"](gpus)
+
+
+def doctor(*overrides: str, config: str = "qwen3-vl-2b-grpo-fsdp-geo3k", **facts: Any) -> list[str]:
+    """Return what a check complains of on a machine of eight GPUs, of which these facts differ."""
+    from rlinf_vl.preflight import doctor
+
+    if "packages" in facts:
+        facts["packages"] = _machine(8).packages | facts["packages"]
+    machine = replace(_machine(8), **facts)
+    lines = doctor.check(machine, load.parse_config(config, overrides))
+    return [f"{line.status} {line.subject}: {line.text}" for line in lines if line.status != "ok"]

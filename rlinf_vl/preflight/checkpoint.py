@@ -330,10 +330,10 @@ def _mixture(
         multiple = 4 if dtype == "fp32" else 8
         for name in ("hidden_size", "moe_intermediate_size"):
             if (size := text.get(name, 0)) % multiple:
+                hint = "set it fp32" if size % 4 == 0 else "take another model"
                 yield (
                     f"{key}: {dtype}, but {checkpoint_text} with {name} {size}: products of "
-                    f"experts in {dtype} take multiples of "
-                    f"{multiple}{'; set it fp32' if size % 4 == 0 else ', in fp32 of 4; take another model'}"
+                    f"experts in {dtype} take multiples of {multiple}; {hint}"
                 )
 
 

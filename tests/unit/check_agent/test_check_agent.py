@@ -237,23 +237,6 @@ def test_a_command_is_played_too(tmp_path, monkeypatch, capsys):
     assert "ended with exit code 1" in broken[0] and "calls of a trajectory: 2 to 2" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["agent.py:slove", "--agent"], "no function 'slove'"),
-        (["agent.py:wrong", "--agent"], "an agent is called as solve(task, client)"),
-        (["agent.py:solve", "tries=3"], "tries: an agent has no keywords"),
-        (["agent.py:solve", "data.nothing=1"], "data.nothing: no such key"),
-        (["agent.py:solve", "--data", "none.parquet"], "--data: "),
-    ],
-)
-def test_mistakes_of_the_call_are_refused(arguments, expected, tmp_path, monkeypatch, capsys):
-    (tmp_path / "agent.py").write_text(AGENT + GOOD["turns"] + "\n\ndef wrong(client): pass\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["check-env", *arguments]) == 2
-    assert expected in capsys.readouterr().err
-
-
 def test_the_scripted_policy_can_say_anything():
     processor = scripted_processor()
     for text in (

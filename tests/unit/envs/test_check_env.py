@@ -189,30 +189,6 @@ def test_rows_of_a_file_start_it(tmp_path, capsys):
     body = "    def start(self, problem): self.left = 1; return [said(problem.columns['map'])]"
     code, out = checked(tmp_path, body, capsys, "--data", str(rows), "data.prompt_key=question")
     assert code == 0, out
-    assert main(["check-env", f"{tmp_path / 'env.py'}:Env", "--data", str(rows)]) == 2
-    assert "data.prompt_key: column 'problem' not in" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("env.py:Evn", [], "no class 'Evn'"),
-        ("sngle_turn", [], "did you mean 'single_turn'"),
-        (
-            "env.py:Env",
-            ["turn=3"],
-            "Env takes no keyword 'turn'; it takes turns; did you mean 'turns'",
-        ),
-        ("env.py:Env", ["turns"], "write key=value"),
-        ("env.py:Env", ["turns=["], "its value is not YAML"),
-        ("env.py:Env", ["data.nothing=1"], "data.nothing: no such key"),
-    ],
-)
-def test_mistakes_of_the_call_are_refused(name, arguments, expected, tmp_path, monkeypatch, capsys):
-    (tmp_path / "env.py").write_text(ENV + "    pass\n")
-    monkeypatch.chdir(tmp_path)
-    assert main(["check-env", name, *arguments]) == 2
-    assert expected in capsys.readouterr().err
 
 
 TOOLS = '''
@@ -339,6 +315,3 @@ def test_nothing_paid_is_said_and_answers_of_the_user_are_played(tmp_path, capsy
     (tmp_path / "answers.txt").write_text("wrong\n\nfirst\nsecond secret\n")
     assert main([*call, "--answers", str(tmp_path / "answers.txt")]) == 0
     assert "NOTHING" not in capsys.readouterr().out
-    (tmp_path / "none.txt").write_text("\n\n")
-    assert main([*call, "--answers", str(tmp_path / "none.txt")]) == 2
-    assert "none.txt: the file has no answer" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`doctor`: each fault of a machine gives its own line, with the way out; the exit code follows."""
+"""`doctor`: the facts of a machine, what of them is judged, and the exit code. Each fault: tests/golden/refusals.txt."""
 
 import dataclasses
 import os
@@ -32,69 +32,6 @@ def test_a_machine_that_has_everything_has_no_other_line():
     assert {line.status for line in lines(GPUS).values()} == {"ok"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "subject", "status", "said"),
-    [
-        ({"driver": "550.127.08"}, "NVIDIA driver", "fail", "CUDA 13 wants 580 or newer"),
-        ({"driver": None}, "NVIDIA driver", "fail", "none loaded"),
-        ({"cuda_major": None}, "CUDA", "fail", "torch is built without it"),
-        ({"gpus": ()}, "GPUs", "fail", "none that the driver shows"),
-        (
-            {"missing_tools": ("ninja is not there",)},
-            "SGLang's tools",
-            "fail",
-            "ninja is not there",
-        ),
-        (
-            {"missing_libraries": ("libcudart.so.13",)},
-            "memory saver",
-            "fail",
-            "the loader finds no libcudart.so.13",
-        ),
-        (
-            {"environment": {"NCCL_P2P_DISABLE": "1"}},
-            "environment",
-            "warn",
-            "through host memory; unset it",
-        ),
-        ({"ports": 900}, "ports", "warn", "ip_local_port_range"),
-        ({"ports": 0}, "ports", "fail", "none can be bound"),
-        ({"shared_memory": GIB // 16}, "shared memory", "warn", "--shm-size=480g"),
-        ({"cores": 8}, "cores", "warn", "8 for 16 actors"),
-        (
-            {"total_memory": 48 * GIB},
-            "memory",
-            "warn",
-            "loading takes 39.6 (actor ranks 8, engines 8)",
-        ),
-        ({"run_disk": 40 * GIB}, "disk", "warn", "3 checkpoints of 20.7 GiB"),
-        ({"run_disk": 10 * GIB}, "disk", "fail", "lower runner.keep_last"),
-        ({"cache_disk": GIB}, "cache", "warn", "HF_HOME"),
-        (
-            {
-                "moved": ("torch 2.13.0 → 2.15.0",),
-                "restore": "bash requirements/install.sh --venv /env",
-            },
-            "packages",
-            "warn",
-            "torch 2.13.0 → 2.15.0: `bash requirements/install.sh --venv /env` puts them back",
-        ),
-        ({"python": "3.14.0"}, "python", "warn", "not tested; tested: 3.11"),
-        (
-            {"cluster": "10.0.0.1:6379", "cluster_answers": False},
-            "cluster",
-            "fail",
-            "nothing answers",
-        ),
-    ],
-)
-def test_each_fault_has_a_line(fault, subject, status, said):
-    found = lines(dataclasses.replace(GPUS, **fault))
-    assert (found[subject].status, said in found[subject].text) == (status, True), found[subject]
-    others = {name for name, line in found.items() if line.status != "ok"}
-    assert others <= {subject} | ({"cores", "memory", "slots"} if "gpus" in fault else set())
-
-
 FABRIC = dataclasses.replace(
     GPUS, cluster="10.0.0.1:6379", adapters=("mlx5_0", "mlx5_1"), has_verbs=True
 )
@@ -102,19 +39,17 @@ FABRIC = dataclasses.replace(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("facts", "subject", "status", "said"),
+    ("facts", "transport"),
     [
-        ({}, "network", "ok", "InfiniBand or RoCE by mlx5_0, mlx5_1"),
-        ({"adapters": ()}, "network", "ok", "TCP by an interface of NCCL's choice"),
-        ({"has_verbs": False}, "network", "warn", "--device=/dev/infiniband"),
-        ({"environment": {"NCCL_IB_HCA": "mlx5_1"}}, "network", "ok", "by mlx5_1"),
-        ({"environment": {"NCCL_NET": "Socket"}}, "network", "ok", "NCCL_NET=Socket"),
-        ({"memlock": 65536}, "locked memory", "warn", "--ulimit memlock=-1"),
+        ({}, "by mlx5_0, mlx5_1"),
+        ({"adapters": ()}, "TCP"),
+        ({"environment": {"NCCL_IB_HCA": "mlx5_1"}}, "by mlx5_1"),
+        ({"environment": {"NCCL_NET": "Socket"}}, "NCCL_NET=Socket"),
     ],
 )
-def test_the_transport_between_machines_is_named(facts, subject, status, said):
-    found = lines(dataclasses.replace(FABRIC, **facts), "cluster.num_nodes=2")
-    assert (found[subject].status, said in found[subject].text) == (status, True), found
+def test_the_transport_between_machines_is_named(facts, transport):
+    network = lines(dataclasses.replace(FABRIC, **facts), "cluster.num_nodes=2")["network"]
+    assert network.status == "ok" and transport in network.text
     assert "network" not in lines(dataclasses.replace(FABRIC, **facts))  # one machine
 
 

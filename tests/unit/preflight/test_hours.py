@@ -118,11 +118,6 @@ def test_the_verb_says_a_range_and_what_tells_more(capsys):
     assert "$" in printed and "runner.max_steps=3" in printed
 
 
-def test_a_cpu_is_refused_with_what_to_do_instead(capsys):
-    assert main(["preflight", "toy-grpo-cpu", "--time"]) == 2
-    assert "runner.max_steps=3" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_what_does_not_fit_has_no_hours(capsys):
     assert main(["preflight", FLAGSHIP, "--time", "--gpu-memory", "16"]) == 1

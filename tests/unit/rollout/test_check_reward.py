@@ -154,20 +154,3 @@ def test_rows_are_spread_over_the_file_and_its_small_columns(check, tmp_path: Pa
     )
     assert "a right answer is paid no better than a wrong one in 7 of 32 rows, rows:" in text
     assert "for 5 rows" in check("exact", *words, "--rows", "5")[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["mathe"], "no reward function 'mathe'"),
-        (["gone.py:f"], "no file"),
-        (["overlong"], "'overlong' needs kwargs"),
-        (["math", "least"], "'least': write key=value, a keyword of the function"),
-        (["math", "--data", "gone.jsonl"], "gone.jsonl"),
-        (["math", "--rows", "0"], "--rows 0: try at least one row"),
-        (["math", "data.form=x"], "data.form: no such key here"),
-        (["judge", "url=http://localhost:1/v1"], "'judge'"),
-    ],
-)
-def test_what_can_not_be_tried_is_refused(capsys, words: list[str], reason: str) -> None:
-    assert main(["check-reward", *words]) == 2 and reason in capsys.readouterr().err

@@ -50,23 +50,6 @@ def test_a_value_may_refer_to_a_seed_and_a_list_may_have_one_element(tmp_path):
     assert (config.data.seed, config.data.image_keys) == (8, ["a"])
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("actor.optim.lr=interval(1e-5,1e-3)", "a sweep lists values, such as actor.optim.lr="),
-        ("hydra/sweeper=optuna runner.max_steps=1,2", "hydra/sweeper=optuna.*search from Python"),
-        ("hydra/launcher=joblib", "without Hydra's sweepers and launchers"),
-        ("runner.experiment_name=a,b", "names the folders of its runs itself"),
-        ("runner.seed=1", "--multirun: no override lists values"),
-        ("runner.resume_dir=/tmp runner.seed=1,2", "the same command again goes on"),
-        ("actor.optim.lr=1e-4,0.0001", "two runs would be called lr-0.0001"),
-    ],
-)
-def test_what_is_no_sweep_is_refused_by_name(tmp_path, override, message):
-    with pytest.raises(ConfigError, match=message):
-        plan(tmp_path, *override.split())
-
-
 @pytest.mark.slow
 def test_all_mistakes_of_all_runs_come_before_the_first_begins(tmp_path):
     sweep = plan(tmp_path, "algorithm.group_size=8,0", "actor.optim.lr=1e-4,-1", "runner.seed=1,2")
