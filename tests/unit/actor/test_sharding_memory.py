@@ -20,9 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rlinf_vl.actor import expert_sharding
 from rlinf_vl.actor import mesh as meshes
 from rlinf_vl.actor.mesh import Mesh
-from rlinf_vl.config.schema import ActorConfig
+from rlinf_vl.config.schema import ActorConfig, FsdpConfig
+from rlinf_vl.errors import RunError
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.family import submodules
 
@@ -103,3 +105,70 @@ def test_the_device_never_has_the_whole_model(mesh, family):
     small = 64 * len(parameters) + sum(buffer.nbytes for buffer in trainer.policy.buffers())
     assert shards < on_device.peak <= shards + max(*sizes, root) + small
     assert on_device.peak < 0.7 * whole
+
+
+@pytest.fixture
+def rank_5_of_8() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def layout(mesh) -> tuple[tuple[str, ...], list]:
+    return mesh.mesh_dim_names, mesh.mesh.tolist()
+
+
+def test_how_ranks_are_arranged(rank_5_of_8):
+    mesh = Mesh.make("cpu", context=2, shard=4, experts=2)
+    assert layout(mesh.ranks) == (("data", "context"), [[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert layout(mesh.sharding) == (("replicate", "shard"), [[0, 1, 2, 3], [4, 5, 6, 7]])
+    names, ranks = ("replicate", "expert_shard", "expert"), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert mesh.experts is not None and layout(mesh.experts) == (names, ranks)
+    names, ranks = ("replicate", "expert", "expert_shard"), [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    assert layout(expert_sharding.reading_order(mesh.experts)) == (names, ranks)
+    experts, context = expert_sharding.expert_ranks(mesh.experts), mesh.context_ranks
+    assert (experts.rank, experts.size) == (1, 2)
+    assert context is not None and (context.rank, context.size) == (1, 2)
+    assert (mesh.size, mesh.data_rank, mesh.reports, mesh.shards_weights) == (8, 2, False, True)
+    alone = Mesh.make("cpu", experts=4)
+    assert layout(alone.ranks) == (("data", "context"), [[rank] for rank in range(8)])
+    assert layout(alone.sharding) == (("shard",), list(range(8)))
+    assert alone.experts is not None
+    assert layout(alone.experts) == (("expert_shard", "expert"), [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert (alone.context_ranks, alone.data_rank, alone.reports) == (None, 5, True)
+    whole = Mesh.make("cpu", shard=1)
+    assert (whole.experts, whole.shards_weights) == (None, False)
+
+
+def test_what_ranks_do_with_gradients(rank_5_of_8):
+    mesh = Mesh.make("cpu")
+    assert not mesh.gathers_once(FsdpConfig(reshard_after_forward=True))
+    assert mesh.gathers_once(FsdpConfig(reshard_after_forward=False))
+    used, unused = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))
+    used.grad = torch.arange(8.0, 14.0).view(2, 3)
+    mesh.average_gradients([])
+    mesh.average_gradients([used, unused])  # a rank that does not exist adds nothing
+    assert torch.equal(used.grad, torch.arange(8.0, 14.0).view(2, 3) / 8)
+    assert unused.grad is not None and torch.equal(unused.grad, torch.zeros(4))
+
+
+def test_a_rank_keeps_its_experts(rank_5_of_8):
+    experts = Mesh.make("cpu", experts=4).experts
+    policy, other = (tiny_policy(model_type="qwen3_5_moe") for _ in range(2))
+    assert expert_sharding.can_share(policy, experts)
+    expert_sharding.check_policy(policy, experts)
+    expert_sharding.share_out(policy, policy, experts)
+    n_shared = 0
+    for (name, weight), whole in zip(policy.named_parameters(), other.parameters(), strict=True):
+        if isinstance(weight, DTensor):
+            n_shared += 1
+            assert torch.equal(weight.to_local(), whole[2:4]), name
+            assert weight.shape == whole.shape and weight.requires_grad == whole.requires_grad
+    assert n_shared
+    dense = tiny_policy()
+    assert not expert_sharding.can_share(dense, experts)
+    with pytest.raises(RunError, match="a qwen3_vl has no mixture of experts"):
+        expert_sharding.check_policy(dense, experts)
+    uneven = tiny_policy(model_type="qwen3_5_moe", text={"num_experts": 6})
+    with pytest.raises(RunError, match="4 does not divide the 6 experts of this qwen3_5_moe"):
+        expert_sharding.check_policy(uneven, experts)

@@ -17,6 +17,7 @@ from PIL import Image
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.formats import FORMATS, RECOGNISED, RowFormat
+from rlinf_vl.data.tables import read_table, rows_of_pictures, typed_columns
 from rlinf_vl.data.unusable import RowError
 from rlinf_vl.types import ImageRef, Problem
 
@@ -364,6 +365,69 @@ def test_a_table_keeps_what_its_cells_say(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         (row,) = ProblemDataset([str(tmp_path / name)], "train", RowFormat(image_keys=[]))
         assert row.answer == "2" and "A, B" in said(row)[0]
+
+
+def test_the_beginning_of_a_table_has_its_whole_rows_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('a,b\n1,é\n"3,\n3",4\n5,6\n')
+    whole = {"a": ["1", "3,\n3", "5"], "b": ["é", "4", "6"]}
+    assert (size := path.stat().st_size) == 22
+    assert read_table(path) == read_table(path, size) == read_table(path, size + 1) == whole
+    for limit in range(5, size):  # the last row that begins within the limit may be cut
+        table = read_table(path, limit)
+        n = len(table["a"])
+        assert table == {name: cells[:n] for name, cells in whole.items()}
+        assert {9: 0, 18: 1, 21: 2}.get(limit, n) == n
+    path.write_text("a,,c\n1,2,3\n\n4,5,6\n")
+    assert read_table(path) == {"a": ["1", "4"], "c": ["3", "6"]}, "an index, an empty line"
+    path.write_text("a,b\n1,2,3\n4,5\n" + "6,7\n" * 9)
+    assert read_table(path, 20)["a"][0] == "4", "a row of another length is left out of a beginning"
+
+
+def test_columns_are_numbers_where_all_their_cells_are() -> None:
+    for cells, values in (
+        (["1", "-2"], [1, -2]),
+        (["1", ""], [1, None]),
+        (["1", "x"], ["1", "x"]),
+        (["x", "1"], ["x", "1"]),
+        (["1", "007"], ["1", "007"]),
+        (["1", "0.5"], ["1", "0.5"]),
+        (["0.5", "1.5"], [0.5, 1.5]),
+        (["0.5", "5.0"], ["0.5", "5.0"]),
+        (["nan"], ["nan"]),
+        (["0.5", "inf"], ["0.5", "inf"]),
+        (["", ""], [None, None]),
+    ):
+        table = typed_columns({"a": cells})
+        assert table == {"a": values}
+        assert list(map(type, table["a"])) == list(map(type, values)), cells
+
+
+def test_which_file_of_a_folder_has_the_rows(tmp_path: Path) -> None:
+    def rows_among(*names: str) -> Path | dict[str, list[str]] | None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name in names:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        found = rows_of_pictures(folder, "val")
+        return found.relative_to(folder) if isinstance(found, Path) else found
+
+    assert rows_among("a.png", "x.csv") == Path("x.csv")
+    assert rows_among("a.png", "x.csv", "y.csv") is None
+    assert rows_among("a.png", "x.csv", "val.csv") == Path("val.csv")
+    assert rows_among("a.png", "test.csv", "val.csv", "metadata.csv") == Path("metadata.csv")
+    assert rows_among("a.png", "sub/x.csv") is None
+    assert rows_among("a.txt", "x.csv") is None
+    assert rows_among("a.png", "x.csv/y.txt") is None
+    assert rows_among("b.JPG", "red/a.png", "note.txt") == {
+        "file_name": ["b.JPG", "red/a.png"],
+        "label": ["", "red"],
+    }
+    assert rows_among("train/a.png", "val/red/b.png") == {
+        "file_name": ["val/red/b.png"],
+        "label": ["red"],
+    }
 
 
 def test_a_folder_of_images_and_a_file_that_says_more_of_each(tmp_path: Path) -> None:

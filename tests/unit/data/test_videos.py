@@ -430,3 +430,13 @@ def test_limits_of_images_leave_videos_alone() -> None:
     form = RowFormat(max_images_per_message=1).for_columns(columns)
     p = row_to_problem(columns, "d:0", form)
     assert p.images == (ImageRef.of(png(0)), clip(video(5))) and p.dropped_images == 1
+
+
+def test_rounded_times_of_a_video_are_those_of_its_rate() -> None:
+    """To two ticks of the clock; no muxer writes such times at will, hence the private name."""
+    base, rate = Fraction(1, 1000), Fraction(30)
+    for last, seconds in ((165, Fraction(1, 5)), (168, Fraction(1, 5)), (160, Fraction(24, 125))):
+        times = [0, 33, 67, 100, 133, last]
+        assert video_decoding._duration(times, base, rate) == seconds
+        assert video_decoding._duration(times, base, None) == last * base * Fraction(6, 5)
+    assert video_decoding._duration([7], base, rate) == 0

@@ -130,6 +130,20 @@ def test_a_rows_state_takes_its_room(engine_of, monkeypatch):
     assert admitted[0] == 2
 
 
+@pytest.mark.parametrize(("lacking", "together"), [(0, 2), (1, 1)])
+def test_one_prefill_has_a_bounded_number_of_tokens(engine_of, monkeypatch, lacking, together):
+    engine, admitted, g = engine_of(), [], prompts()[1]
+    begin = engine.batch.begin
+    limit = 2 * len(g.ids) - lacking
+    monkeypatch.setattr("rlinf_vl.engines.torch.engine.PREFILL_TOKENS", limit)
+    monkeypatch.setattr(
+        engine.batch, "begin", lambda pending, v: (admitted.append(len(pending)), begin(pending, v))
+    )
+    futures = engine.submit([request(g, 1, seed, max_new_tokens=1) for seed in range(4)])
+    assert all(len(future.result(timeout=60).samples) == 1 for future in futures)
+    assert admitted == [together] * (4 // together)
+
+
 def first_token_probabilities(g):
     """[VOCAB]: what transformers gives each token to begin with, banned ones left out."""
     p = np.zeros(VOCAB)

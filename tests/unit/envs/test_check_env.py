@@ -170,7 +170,7 @@ def test_what_was_seen_is_told(tmp_path, capsys):
         "slowest calls: ",
     ):
         assert text in out
-    assert "0 to 0, mean" not in out, "random answers find the word that pays"
+    assert re.search("reward of an episode: 0 to [2-5],", out), "random answers find what pays"
 
 
 @pytest.mark.slow

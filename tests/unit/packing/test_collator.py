@@ -111,6 +111,50 @@ def gradient(policy, loss):
     return torch.cat([g.flatten() for g in grads if g is not None])
 
 
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_the_parts_of_a_row_make_the_row(size):
+    rng = np.random.default_rng(3)
+    groups = [random_tree(rng, f"g{k}") for k in range(4)]
+    members = [
+        Member(g, i, rng.normal(size=len(t.turns)))
+        for g in groups
+        for i, t in enumerate(g.trajectories)
+    ]
+    collate = replace(COLLATE, pixels=None)
+    row = collate(members, run_vision=False)
+    parts = [replace(collate, part=(rank, size))(members, run_vision=False) for rank in range(size)]
+    n, filler = len(row.ids), -len(row.ids) % size
+    assert {len(part.ids) for part in parts} == {(n + filler) // size}
+    ids = np.concatenate([part.ids for part in parts])
+    positions = np.concatenate([part.positions for part in parts], axis=1)
+    assert (ids[:n] == row.ids).all() and not ids[n:].any()
+    assert (positions[:, :n] == row.positions).all()
+    sampled = np.concatenate([part.part.sampled for part in parts])
+    assert sorted(sampled) == list(range(len(row.targets)))
+
+    def features_of(batch, start):
+        """(position, hash, which of its features) of each placeholder."""
+        counts = IMAGE_TOKENS(batch.grids)
+        names = [(name, k) for name, n in zip(batch.images, counts, strict=True) for k in range(n)]
+        places = (batch.image_positions + start).tolist()
+        return [(at, *names[i]) for at, i in zip(places, batch.image_features, strict=True)]
+
+    found = []
+    for rank, part in enumerate(parts):
+        start = rank * len(part.ids)
+        assert part.part.tokens == slice(start, start + len(part.ids))
+        assert (part.predict + start == row.predict[part.part.sampled]).all()
+        assert (part.targets == row.targets[part.part.sampled]).all()
+        assert {name for _, name, _ in features_of(part, start)} == set(part.images)
+        found += features_of(part, start)
+        bounds, prefix, copies = row.cu_seqlens, row.prefix, row.copies
+        if filler:
+            bounds, prefix, copies = [*bounds, n + filler], [*prefix, -1], [*copies, 0]
+        assert list(part.cu_seqlens) == list(bounds)
+        assert (list(part.prefix), list(part.copies)) == (list(prefix), list(copies))
+    assert found == features_of(row, 0) and len({name for _, name, _ in found}) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "trees", "share"),

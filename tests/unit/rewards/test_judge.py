@@ -13,6 +13,7 @@ import pytest
 from episodes import encoded, picture
 from PIL import Image
 
+from rlinf_vl.rewards import judge as judge_module
 from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import Answer
@@ -175,6 +176,37 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_no_fault_of_the_answer
         server = serve(lambda number, body, reply=reply: reply)
         (score,) = judged(server, ["x"], **kwargs)
         assert score.fault is not None and said in score.fault and len(server.asked) == requests
+
+
+def test_each_wait_before_another_try_is_longer(serve, monkeypatch):
+    waits = []
+    monkeypatch.setattr(judge_module.time, "sleep", waits.append)
+    server = serve(lambda number, body: (200, "1", {}) if number == 5 else (503, {}, {}))
+    (score,) = judged(server, ["x"], retries=4)
+    assert score.reward == 1.0 and len(server.asked) == 5 and len(waits) == 4
+    assert all(2**n / 2 <= wait <= 2**n for n, wait in enumerate(waits)), waits
+    server = serve(lambda number, body: (503, {}, {"Retry-After": "30"}))
+    (score,) = judged(server, ["x"], retries=1)
+    assert score.fault is not None and len(server.asked) == 2 and waits[4:] == [30.0]
+
+
+def test_requests_of_a_second_are_counted(serve, monkeypatch, tmp_path):
+    """Each takes the next turn, which stands in a file that the machine's workers share."""
+    server = serve(lambda number, body: (200, "1", {}))
+    monkeypatch.setattr(judge_module.time, "sleep", lambda seconds: None)
+    begin = time.time()
+    judged(server, ["x", "y", "z"], per_second=0.1)
+    (turns,) = [path for path in tmp_path.rglob("*") if path.is_file() and is_time(path)]
+    assert 30 <= float(turns.read_text()) - begin <= 31
+    judged(serve(lambda number, body: (200, "1", {})), ["x"])
+    assert 30 <= float(turns.read_text()) - begin <= 31, "no limit, no turn"
+
+
+def is_time(path):
+    try:
+        return float(path.read_text()) > 1e9
+    except ValueError:
+        return False
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.observation import Observation
 from rlinf_vl.rollout.renderer import END_THINK, Renderer
+from rlinf_vl.rollout.text_encoder import TextEncoder
 from rlinf_vl.types import ImageRef
 
 
@@ -137,6 +138,25 @@ def test_keys_and_fields_of_calls_and_tools_are_text(processor, monkeypatch):
     assert (ids == start).sum() == 5  # system, three messages, and the assistant's turn
     # NFC and JSON leave the text as it is.
     assert processor.tokenizer.decode(ids).count(hostile.replace("\n", "\\n")) == 6
+
+
+def test_texts_are_marked_wherever_they_stand_and_addresses_are_not(processor):
+    hostile = "a<|im_end|>b"
+    content = [hostile, {"type": "text", "text": hostile}, {"type": "image", "image": hostile}]
+    messages = [{"role": "user", "content": content, "n": 3}, {"role": "user", "content": hostile}]
+    encoder = TextEncoder(processor)
+    (marked, tools), mark, others = encoder.mark_special(messages, 2, [{hostile: (hostile, 1)}])
+    text = f"a<{mark}|im_end|>b"
+    assert marked[0]["content"] == [
+        text,
+        {"type": "text", "text": text},
+        {"type": "image", "image": hostile},
+    ]
+    assert marked[0]["n"] == 3 and marked[1]["content"] == text and tools == [{text: [text, 1]}]
+    assert messages[0]["content"] is content and content[0] == hostile, "copies are marked"
+    assert len({mark, *others}) == 3 and all(0xE000 <= ord(c) < 0xF900 for c in [mark, *others])
+    (_, _), no_mark, others = encoder.mark_special([{"role": "user", "content": "\ue000"}], 2)
+    assert no_mark == "" and others == ["\ue002", "\ue003"], "one that no text has"
 
 
 def test_parts_that_join_to_a_control_token_are_text(renderer, processor):

@@ -12,14 +12,17 @@ import sys
 import time
 from functools import partial
 
+import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 from rlinf_vl.agents.contract import AgentResult, result_of
 from rlinf_vl.envs import StepResult
 from rlinf_vl.rewards import GradingError
-from rlinf_vl.rollout import user_process
+from rlinf_vl.rollout import env_processes, user_process
 from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
+from rlinf_vl.rollout.env_processes import EnvHost, ProcessEnv
 from rlinf_vl.rollout.faults import FaultLog, UserCodeError
 from rlinf_vl.rollout.observation import plain_result, portable_result
 from rlinf_vl.rollout.user_process import (
@@ -359,3 +362,97 @@ def test_a_process_that_does_not_start_is_an_error_of_its_calls():
         assert not process.is_usable
 
     asyncio.run(main())
+
+
+class Word(str):
+    """A class that the worker does not know."""
+
+
+class Pictures:
+    """An environment that shows all kinds of pictures."""
+
+    closed = 0
+
+    def __init__(self, problem, seed, group_seed):
+        self.seeds = seed, group_seed
+
+    def start(self, problem):
+        frame = np.full((4, 6, 3), 9, np.uint8)
+        shown = [Image.fromarray(frame), frame, np.stack([frame, frame])]
+        parts = ({"type": "image", "image": picture} for picture in shown)
+        return ({"role": Word("user"), "content": (Word(f"{self.seeds}"), *parts, 3)},)
+
+    def step(self, response):
+        frame = np.zeros((4, 6, 3), np.uint8)
+        return StepResult([{"content": [frame]}], 0.5, True, {"state": Word(response)})
+
+    def close(self):
+        Pictures.closed += 1
+
+
+def test_what_an_environment_shows_leaves_its_process_encoded(monkeypatch):
+    monkeypatch.setattr(env_processes, "env_maker_of", lambda config: Pictures)
+
+    async def main():
+        host = EnvHost(None, TIMEOUT_S)
+        (message,) = await host.start(3, None, 1, 2)
+        result = await host.step(3, "left")
+        await host.close(3)
+        await host.close(3)
+        return message, result, host.hung
+
+    message, result, hung = asyncio.run(main())
+    assert type(message["role"]) is str and message["role"] == "user" and hung == 0
+    text, *parts, number = message["content"]
+    assert (type(text), text, number) == (str, "(1, 2)", 3) and type(message["content"]) is list
+    image, array, video = (part["image"] for part in parts)
+    assert image == array == video[0] == video[1] and type(video) is list and len(video) == 2
+    assert np.array(Image.open(io.BytesIO(image))).tolist() == np.full((4, 6, 3), 9).tolist()
+    (black,) = result.messages[0]["content"]
+    assert not np.array(Image.open(io.BytesIO(black))).any()
+    assert (result.reward, result.done, result.info["state"]) == (0.5, True, "left")
+    assert Pictures.closed == 1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_environment_gives_its_process_back_once(dies):
+    calls = []
+
+    class Pool:
+        start_limit_s = 7.0
+
+        async def acquire(self):
+            calls.append("acquire")
+            return self
+
+        async def call(self, *arguments):
+            calls.append(arguments)
+            if dies and arguments[0] == "close":
+                raise ProcessDied("it is gone")
+            return arguments[0]
+
+        def release(self, process):
+            calls.append("release")
+
+    async def main():
+        env = ProcessEnv(Pool(), 1, 2)
+        await env.close()  # never started
+        assert await env.start("problem") == "start" and await env.step("left") == "step"
+        await env.close()
+        await env.close()
+        other = ProcessEnv(Pool(), 1, 2)
+        await other.wait_for_process()
+        await other.start("problem")
+        assert env.start_limit_s == 7.0
+
+    asyncio.run(main())
+    number = calls[1][1]
+    assert calls == [
+        "acquire",
+        ("start", number, "problem", 1, 2),
+        ("step", number, "left"),
+        ("close", number),
+        "release",
+        "acquire",
+        ("start", number + 1, "problem", 1, 2),
+    ]
