@@ -123,3 +123,63 @@ def test_the_first_optimizer_steps_own_forward_gives_its_old_logprobs(
     # Each mini-batch has two groups of two, in micro-batches of two trajectories.
     assert forwards.count(True) == 2 * MINIBATCHES
     assert forwards.count(False) == 2 * steps_with_a_forward_before
+
+
+def test_what_is_measured_without_training_is_plain(mesh, groups):
+    """Losses, scores, the KL of a reward and copies of weights, against transformers' own forward."""
+    groups = groups[:2]
+    settings = with_presets(
+        AlgorithmConfig(kl_beta=0.1, kl_placement="reward", kl_penalty_type="k1", n_minibatches=2)
+    )
+    actor = ActorConfig()
+    actor.fsdp_config.mixed_precision.param_dtype = "fp32"
+    trainer, moved = tiny_trainer(mesh, actor=actor, algorithm=settings), tiny_model(0)
+    with torch.no_grad():
+        for p in (*trainer.policy.parameters(), *moved.parameters()):
+            p.mul_(1.1)
+        logprobs = {
+            (n, i): tuple(
+                transformers_logprobs(model, g, i).double().numpy()
+                for model in (moved, tiny_model(0))
+            )
+            for n, g in enumerate(groups)
+            for i in range(len(g.trajectories))
+        }
+    summaries = [GroupSummary.of(g, IMAGE_ID) for g in groups]
+    plan = plan_step(summaries, settings, ranks=1, budget=60, micro_batch_size=1)
+    numbers, minibatches = dict(enumerate(groups)), [ranks[0] for ranks in plan.minibatches]
+    assert len(minibatches) == 2
+    kl_by_trajectory, reference_pass = trainer.reference_kl(numbers, minibatches)
+    assert kl_by_trajectory.keys() == logprobs.keys()
+    for key, (policy, reference) in logprobs.items():
+        kl = policy - reference
+        to_end = np.cumsum(kl[::-1])[::-1]
+        ((total, total_to_end, squares),) = kl_by_trajectory[key]
+        expected = kl.sum(), to_end.sum(), (to_end**2).sum()
+        assert (total, total_to_end, squares) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    for mini, old, to_end in zip(
+        minibatches, reference_pass.old_logprobs, reference_pass.kl_to_end, strict=True
+    ):
+        items = [item for (item,) in mini.micro_batches]
+        wanted = [logprobs[item.group, item.index] for item in items]
+        for (policy, reference), found, kl in zip(wanted, old, to_end, strict=True):
+            np.testing.assert_allclose(found.numpy(), policy, atol=1e-4)
+            suffix_sums = np.cumsum((policy - reference)[::-1])[::-1]
+            np.testing.assert_allclose(kl, suffix_sums, atol=1e-3)
+        total, n = trainer.total_loss(numbers, mini)
+        assert n == sum(len(policy) for policy, _ in wanted)
+        assert total == pytest.approx(-sum(policy.sum() for policy, _ in wanted), rel=1e-4)
+        scores = trainer.score(numbers, mini)
+        for item, (policy, _), (number, n, gap, blank_gap) in zip(
+            items, wanted, scores, strict=True
+        ):
+            (sequence,) = groups[item.group].trajectories[item.index].sequences
+            expected = np.abs(sequence.logprobs[sequence.loss_mask] - policy).sum()
+            assert (number, n) == (item.group, len(policy))
+            assert gap == blank_gap == pytest.approx(expected, rel=1e-3), "it shows no image"
+    assert trainer.policy.training
+    copies = trainer.replay_weights()
+    assert copies.keys() == dict(moved.named_parameters()).keys()
+    assert all((copies[name] == p.detach().numpy()).all() for name, p in moved.named_parameters())
+    n_bytes = sum(p.nbytes for p in moved.parameters())
+    assert trainer.replay_weights(n_bytes) and trainer.replay_weights(n_bytes - 1) == {}

@@ -7,7 +7,7 @@ from tiny import tiny_policy, tiny_trainer
 
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.actor.optimizer import make_optimizer, parts_table
-from rlinf_vl.config.schema import ActorConfig, ActorModelConfig, OptimConfig
+from rlinf_vl.config.schema import ActorConfig, ActorModelConfig, FsdpConfig, OptimConfig
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import PARTS, freeze, part_of
 
@@ -72,6 +72,10 @@ def mesh(tmp_path):
     )
     yield Mesh.make("cpu")
     dist.destroy_process_group()
+
+
+def test_a_single_rank_gathers_its_weights_once(mesh):
+    assert mesh.gathers_once(FsdpConfig(reshard_after_forward=True)), "it has nothing to free"
 
 
 def test_the_table_says_what_is_trained(mesh):

@@ -1,10 +1,18 @@
 """What changed of weights: whatever changes, and wherever it was cut, what is patched equals what was sent, bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from rlinf_vl.weights.delta import Delta, patches
+from rlinf_vl.weights import delta as delta_module
+from rlinf_vl.weights import object_store
+from rlinf_vl.weights import sender as sender_module
+from rlinf_vl.weights.buckets import read_buckets
+from rlinf_vl.weights.delta import Delta, DeltaSender, patches
+from rlinf_vl.weights.object_store import ObjectStoreSender
+from rlinf_vl.weights.sender import Offer, Snapshot
 
 SHAPES = {"embed": (300, 64), "norm": (64,), "proj": (96, 700), "bias": (3,)}
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -125,3 +133,66 @@ def test_a_patch_of_another_dtype_is_refused_and_one_with_nan_elsewhere_has_the_
     masked = patch.masked("cpu")
     assert np.argwhere(~masked.isnan().numpy()).tolist() == [[2, k] for k in range(3, 9)]
     assert torch.equal(torch.where(masked.isnan(), old["proj"], masked), new["proj"])
+
+
+def test_senders_offer_all_weights_and_then_their_changes(monkeypatch):
+    for module in (delta_module, object_store, sender_module):
+        monkeypatch.setattr(module, "put", lambda value: value)
+    generator = torch.Generator().manual_seed(4)
+    weights, gathered = weights_of(torch.bfloat16, generator), []
+    total = sum(w.nbytes for w in weights.values())
+
+    def gather(device):
+        yield from weights.items()
+        gathered.append(device)
+
+    def parts():
+        return ((name, w.shape, 0, w.flatten().clone()) for name, w in weights.items())
+
+    def sender_of(kind, rank=0):
+        return kind(gather, parts, rank=rank, world_size=2, device="cpu", bucket_bytes=40_000)
+
+    def received(offer):
+        return {
+            name: w for bucket in read_buckets(offer.labels, "cpu") for name, w in bucket.items()
+        }
+
+    sender = sender_of(DeltaSender)
+    assert sender.snapshot() is None
+    full = sender.offer(5, check=True)
+    assert same_bits(received(full), weights) and len(full.labels) > 1
+    assert (full.sent_bytes, full.full_bytes, sender.offered_version) == (total, total, 5)
+    old = dict(weights)
+    weights |= changed(weights, 0.03, generator)
+    changes = sender.offer(6, check=False)
+    assert same_bits(patched(old, changes.labels), weights) and not same_bits(old, weights)
+    assert {label.base for label in changes.labels} == {5}
+    assert [label.number for label in changes.labels] == list(range(len(changes.labels)))
+    assert changes.full_bytes == total
+    assert changes.sent_bytes == sum(label.nbytes for label in changes.labels) < total / 4
+    snapshot = sender.snapshot()
+    blank = {name: torch.zeros_like(w) for name, w in weights.items()}
+    assert snapshot.version == 6 and same_bits(patched(blank, snapshot.buckets), weights)
+    first = sender_of(DeltaSender).offer(7, check=False)
+    assert {label.base for label in first.labels} == {None} and first.sent_bytes == total
+    assert same_bits(patched(blank, first.labels), weights)
+
+    stores = [sender_of(ObjectStoreSender, rank) for rank in (0, 1)]
+    assert stores[0].snapshot() is None
+    gathered.clear()
+    offers = [store.offer(8, check=True) for store in stores]
+    assert same_bits(received(offers[0]), weights) and not offers[1].labels
+    assert gathered == ["cpu", "cpu"], "every rank comes to the end"
+    snapshots = [store.snapshot() for store in stores]
+    merged = Snapshot.merged(snapshots)
+    assert merged.version == 8 and merged.buckets == offers[0].labels
+    assert Snapshot.merged([*snapshots, None]) is None
+    assert Snapshot.merged([*snapshots, Snapshot(9, [])]) is None
+    metrics = Offer.metrics([replace(changes, seconds=2.0), replace(full, seconds=1.0)], [3.0, 4.0])
+    assert metrics == {
+        "sync/bytes": changes.sent_bytes + total,
+        "sync/bytes_share": (changes.sent_bytes + total) / (2 * total),
+        "sync/offer_seconds": 2.0,
+        "sync/load_seconds": 4.0,
+    }
+    assert Offer.metrics([Offer([])], [])["sync/bytes_share"] == 0.0
