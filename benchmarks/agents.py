@@ -20,23 +20,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlinf_vl.agents.contract import AgentTask
-from rlinf_vl.agents.endpoint import Endpoint
 from rlinf_vl.config import load_config
 from rlinf_vl.config.schema import Config
-from rlinf_vl.local.pool import DirectStore
+from rlinf_vl.driver.local.pool import DirectStore
+from rlinf_vl.extras.agents.contract import AgentTask
+from rlinf_vl.extras.agents.endpoint import Endpoint
+from rlinf_vl.extras.agents.first_calls import FirstCalls
+from rlinf_vl.extras.agents.function_driver import ProcessFunctionDriver
+from rlinf_vl.extras.agents.session import AgentLimits, AgentSession
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.agent_session import AgentLimits, AgentSession
-from rlinf_vl.rollout.env_makers import scorer_of
-from rlinf_vl.rollout.first_calls import FirstCalls
-from rlinf_vl.rollout.function_driver import ProcessFunctionDriver
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_sampler import GroupSampler
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.rollout_state import RolloutState
-from rlinf_vl.rollout.submission import Task
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.rollout.episode.env_makers import scorer_of
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_sampler import GroupSampler
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.rollout_state import RolloutState
+from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.types import Completion, Problem, Request, Sample, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

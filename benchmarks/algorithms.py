@@ -62,7 +62,7 @@ Point = tuple[float, float]
 
 def run(name: str, seed: int, args: argparse.Namespace) -> Path:
     """Train, unless that has been done; returns the run's folder."""
-    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+    from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
     folder = args.folder.absolute() / f"{name}-{seed}"
     rows = read_lines(folder / "metrics.jsonl")[0] if (folder / "metrics.jsonl").exists() else []
@@ -96,7 +96,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Path:
 
 def teacher(seed: int, folder: Path) -> Path:
     """The seed's checkpoint after a run of `toy-grpo-cpu` as it stands, as a model's folder; made once."""
-    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+    from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
     run_folder, model = folder / f"teacher-{seed}", folder / f"teacher-{seed}-model"
     if not (model / "config.json").exists():

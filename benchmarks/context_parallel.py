@@ -33,7 +33,7 @@ from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.packing.parts import row_part
-from rlinf_vl.preflight.trace import LiveBytes
+from rlinf_vl.tools.memory.trace import LiveBytes
 from rlinf_vl.transport.rendezvous import find, listen
 from rlinf_vl.types import MicroBatch
 

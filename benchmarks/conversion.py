@@ -9,10 +9,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from rlinf_vl.cli.convert import to_do
-from rlinf_vl.convert.convert import KINDS, convert_file
-from rlinf_vl.convert.render import render
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.tools.convert.convert import KINDS, convert_file
+from rlinf_vl.tools.convert.main import to_do
+from rlinf_vl.tools.convert.render import render
 
 #: Problems of the machine, not of the config.
 OF_THE_MACHINE = re.compile(r"no (file|folder) ['\"]|is not installed")

@@ -29,10 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from rlinf_vl.look.main import SAYS_SOMETHING, look
-from rlinf_vl.look.occlusion import edge_share
-from rlinf_vl.observe.look_files import look_file
-from rlinf_vl.toy.drawings import (
+from rlinf_vl.extras.toy.drawings import (
     CELL,
     GRID,
     QUESTIONS,
@@ -43,6 +40,9 @@ from rlinf_vl.toy.drawings import (
     toy_rows,
     training_placements,
 )
+from rlinf_vl.observe.look_files import look_file
+from rlinf_vl.tools.report.look.main import SAYS_SOMETHING, look
+from rlinf_vl.tools.report.look.occlusion import edge_share
 
 #: The answer that the wording gives away.
 GIVEN_AWAY = 14

@@ -22,15 +22,15 @@ from PIL import Image
 
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.envs import EnvMaker, StepResult
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.request_builder import RequestBuilder
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.player import Player
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.request_builder import RequestBuilder
 from rlinf_vl.types import Group, Message, Problem, SamplingParams
 
 FAULTS = ("crash", "hang", "picture")

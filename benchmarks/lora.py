@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         if arguments.shape == "toy":
-            from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+            from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
             model = toy_checkpoint_path()
         else:

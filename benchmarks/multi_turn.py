@@ -40,11 +40,11 @@ from rlinf_vl.envs import EnvMaker, StepResult
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.request_builder import RequestBuilder
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.player import Player
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.request_builder import RequestBuilder
 from rlinf_vl.types import Group, Message, Problem, Request, SamplingParams
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     path = args.model
     if path == "toy":
-        from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+        from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path())
     processor = Processor(path, family_of("qwen3_vl"), max_pixels=2 * args.image**2)

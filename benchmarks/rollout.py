@@ -32,7 +32,7 @@ from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Request, SamplingParams
 
 
@@ -87,7 +87,7 @@ def main() -> None:
 
     path = args.model
     if path == "toy":
-        from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+        from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
         path = str(toy_checkpoint_path())
     family = family_of("qwen3_vl")

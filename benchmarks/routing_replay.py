@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from rlinf_vl.engines.torch.engine import TorchEngine
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.extras.toy.drawings import toy_rows
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.mixture import ExpertLoad
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
-from rlinf_vl.toy.drawings import toy_rows
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Group, ImageRef, Request, SamplingParams, TokenSequence, Trajectory, Turn
 
 

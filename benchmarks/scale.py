@@ -51,7 +51,6 @@ from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.config import load_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.dataset_plan import DatasetPlan
-from rlinf_vl.controller.evaluate import answer_tasks
 from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.recorder import Recorder
 from rlinf_vl.controller.run_log import RunLog
@@ -59,13 +58,14 @@ from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.controller.tasks import make_tasks
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sampler import EpochSampler
+from rlinf_vl.extras.eval.evaluate import answer_tasks
 from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.progress import RunProgress
-from rlinf_vl.rollout.batch_stream import BatchStream, StoredGroup
-from rlinf_vl.rollout.submission import GroupArrived, Submission, Task
-from rlinf_vl.rollout.supervisor import Supervisor
-from rlinf_vl.rollout.worker_handle import WorkerHandle
+from rlinf_vl.rollout.episode.batch_stream import BatchStream, StoredGroup
+from rlinf_vl.rollout.pool.submission import GroupArrived, Submission, Task
+from rlinf_vl.rollout.pool.supervisor import Supervisor
+from rlinf_vl.rollout.pool.worker_handle import WorkerHandle
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
 

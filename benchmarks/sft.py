@@ -36,8 +36,8 @@ from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.mesh import Mesh, join_ranks
 from rlinf_vl.config.imitation import imitation_config
 from rlinf_vl.controller.batch import plan_of
-from rlinf_vl.controller.imitate import demonstrated
-from rlinf_vl.rollout.demonstrations import Demonstrations
+from rlinf_vl.extras.sft.demonstrations import Demonstrations
+from rlinf_vl.extras.sft.imitate import demonstrated
 from rlinf_vl.runtime.launch import MALLOC
 from rlinf_vl.types import GroupSummary
 

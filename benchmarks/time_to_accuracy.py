@@ -39,11 +39,11 @@ from rlinf_vl.config.load import load_config
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import open_datasets
 from rlinf_vl.envs.registry import ENVIRONMENTS
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.observe.spans import read_spans
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.row_check import processor_of
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.row_check import processor_of
 from rlinf_vl.runtime.files import read_lines
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
 PEER = Path(__file__).parent / "peers/trl_accuracy.py"
 NAME = "toy-grpo-cpu"

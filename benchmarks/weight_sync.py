@@ -30,7 +30,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.rollout.pool.worker import RolloutRank
 from rlinf_vl.weights import STRATEGIES, process_group
 from rlinf_vl.weights.buckets import fingerprint
 from rlinf_vl.weights.patch import Patch

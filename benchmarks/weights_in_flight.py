@@ -28,11 +28,11 @@ from transformers import AutoModelForImageTextToText
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.engines.base import Engine
 from rlinf_vl.engines.torch.engine import TorchEngine
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Completion, Request, SamplingParams
 
 FAMILY = family_of("qwen3_vl")

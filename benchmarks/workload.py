@@ -15,14 +15,14 @@ from PIL import Image, ImageDraw
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from rlinf_vl.data.dataset import ProblemDataset
-from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy.files import (
+from rlinf_vl.extras.toy.files import (
     EOS_TOKEN,
     PAD_TOKEN,
     special_ids,
     write_toy_files,
 )
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import (
     Group,
     ImageRef,

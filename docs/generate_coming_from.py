@@ -1,18 +1,18 @@
-"""Writes docs/coming-from.md from rlinf_vl/convert/systems: `python docs/generate_coming_from.py`. A test compares them."""
+"""Writes docs/coming-from.md from rlinf_vl/tools/convert/systems: `python docs/generate_coming_from.py`. A test compares them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlinf_vl.config.systems import SYSTEMS
-from rlinf_vl.convert.tables import Row, Table, quantities, table, written
+from rlinf_vl.tools.convert.tables import Row, Table, quantities, table, written
 
 PAGE = Path(__file__).with_name("coming-from.md")
 
 HEAD = """\
 # Coming from verl, EasyR1, TRL, RLinf or SkyRL
 
-This page is generated from the tables in [`rlinf_vl/convert/systems/`](../rlinf_vl/convert/systems/quantities.yaml) by
+This page is generated from the tables in [`rlinf_vl/tools/convert/systems/`](../rlinf_vl/tools/convert/systems/quantities.yaml) by
 `python docs/generate_coming_from.py`; edit those.
 
 ```bash

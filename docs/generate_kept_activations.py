@@ -19,10 +19,11 @@ from rlinf_vl.models import attention
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.kernels.attention import Matmul
+from rlinf_vl.models.known import model_config
 from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.models.recompute import MODES, checkpoint_blocks
-from rlinf_vl.preflight.model import meta_model, model_config
-from rlinf_vl.preflight.trace import pretend_cuda, trace_step
+from rlinf_vl.tools.memory.model import meta_model
+from rlinf_vl.tools.memory.trace import pretend_cuda, trace_step
 
 FILE = Path(__file__).with_name("kept_activations.json")
 #: Tokens of a row, and of a sequence in it.

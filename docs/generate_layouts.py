@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import shares_slots
-from rlinf_vl.preflight.gpu_kinds import kind_of_size
-from rlinf_vl.preflight.gpu_parts import GIB
-from rlinf_vl.preflight.hours import usual_lengths
-from rlinf_vl.preflight.ledger import Hardware
-from rlinf_vl.preflight.model import Model
-from rlinf_vl.preflight.search import Found, Layout, Search
+from rlinf_vl.runtime.gpu_kinds import kind_of_size
+from rlinf_vl.tools.memory.gpu_parts import GIB
+from rlinf_vl.tools.memory.hours import usual_lengths
+from rlinf_vl.tools.memory.ledger import Hardware
+from rlinf_vl.tools.memory.model import Model
+from rlinf_vl.tools.memory.search import Found, Layout, Search
 
 PAGE = Path(__file__).with_name("cost.md")
 with_tables = runpy.run_path(str(PAGE.with_name("marked_tables.py")))["with_tables"]

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.preflight.advice import CARDS, CPU_OFFLOAD, LORA, Advisor, Fit, advise
-from rlinf_vl.preflight.doctor import check
-from rlinf_vl.preflight.doctor import render as render_lines
-from rlinf_vl.preflight.ledger import Hardware, Ledger, ledger
-from rlinf_vl.preflight.machine import Machine
-from rlinf_vl.preflight.model import Model
-from rlinf_vl.preflight.table import render
+from rlinf_vl.tools.check.doctor import check
+from rlinf_vl.tools.check.doctor import render as render_lines
+from rlinf_vl.tools.check.machine import Machine
+from rlinf_vl.tools.memory.advice import CARDS, CPU_OFFLOAD, LORA, Advisor, Fit, advise
+from rlinf_vl.tools.memory.ledger import Hardware, Ledger, ledger
+from rlinf_vl.tools.memory.model import Model
+from rlinf_vl.tools.memory.table import render
 
 PAGE = Path(__file__).with_name("memory.md")
 SIZES = Path(__file__).with_name("memory_sizes.json")

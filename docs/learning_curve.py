@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from xml.sax.saxutils import escape
 
-from rlinf_vl.report.card import ticks
+from rlinf_vl.extras.export.card import ticks
 from rlinf_vl.runtime.files import read_lines
 
 WIDTH, HEIGHT = 720, 400

@@ -13,13 +13,13 @@ from accounting import assert_scored_alike
 from episodes import encoded, picture
 from hypothesis import strategies as st
 
-from rlinf_vl.agents.drivers import FunctionDriver
-from rlinf_vl.rollout.agent_player import AgentPlayer
-from rlinf_vl.rollout.agent_session import AgentLimits
-from rlinf_vl.rollout.env_executor import ThreadExecutor
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.extras.agents.drivers import FunctionDriver
+from rlinf_vl.extras.agents.player import AgentPlayer
+from rlinf_vl.extras.agents.session import AgentLimits
+from rlinf_vl.rollout.episode.env_executor import ThreadExecutor
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Problem, SamplingParams
 
 FILE = Path(scripted_agents.__file__)

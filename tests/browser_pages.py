@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlinf_vl.envs import StepResult
-from rlinf_vl.envs.browser import Browser
-from rlinf_vl.envs.browser_host import PROGRAMS, find_program
+from rlinf_vl.extras.browser.env import Browser
+from rlinf_vl.extras.browser.host import PROGRAMS, find_program
 from rlinf_vl.types import Problem
 
 HAS_BROWSER = importlib.util.find_spec("playwright") is not None and find_program() is not None

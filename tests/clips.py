@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from rlinf_vl.data.clips import clip_of, clip_ref, is_clip
-from rlinf_vl.prove.reference import behind_clips
+from rlinf_vl.tools.verify.prove.reference import behind_clips
 from rlinf_vl.types import ImageRef
 
 #: Sizes of tiny members with the toy's tokenizer, see `sglang_toy.write_member`.

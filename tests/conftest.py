@@ -51,7 +51,7 @@ def geo3k_dir() -> Path:
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory) -> Path:
     """A toy checkpoint after a single step of warm start: real files, made in a moment, but it has learned nothing."""
-    from rlinf_vl.local.warm_start import build_toy_checkpoint
+    from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 
     folder = tmp_path_factory.mktemp("toy") / "checkpoint"
     build_toy_checkpoint(folder, progress=False, steps=1)

@@ -10,9 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rlinf_vl.local.warm_start import DemonstrationReader, recipe
-from rlinf_vl.toy import files
-from rlinf_vl.toy.task import Toy
+from rlinf_vl.extras.toy import files
+from rlinf_vl.extras.toy.task import Toy
+from rlinf_vl.extras.toy.warm_start import DemonstrationReader, recipe
 from rlinf_vl.types import Message, TokenSequence
 
 

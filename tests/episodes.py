@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image
 
 from rlinf_vl.envs import StepResult
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.player import Player
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.request_builder import RequestBuilder, ThoughtBudget
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.player import Player
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.request_builder import RequestBuilder, ThoughtBudget
 from rlinf_vl.types import Group, ImageRef, Problem, SamplingParams
 
 EMPTY = Problem("p:0", (), "")

@@ -25,14 +25,14 @@ ALONE = {
         """
 import asyncio, tempfile
 from types import SimpleNamespace
-from rlinf_vl.agents.chat import Reply
-from rlinf_vl.agents.drivers import FunctionDriver
-from rlinf_vl.agents.endpoint import Endpoint
+from rlinf_vl.extras.agents.chat import Reply
+from rlinf_vl.extras.agents.drivers import FunctionDriver
+from rlinf_vl.extras.agents.endpoint import Endpoint
 from rlinf_vl.config import load_config
-from rlinf_vl.preflight.inputs import libraries_missing
-from rlinf_vl.rollout.env_executor import ThreadExecutor
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.group_sampler import _agent_player
+from rlinf_vl.tools.check.inputs import libraries_missing
+from rlinf_vl.rollout.episode.env_executor import ThreadExecutor
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.extras.agents.make import make_player
 path = tempfile.mkdtemp() + "/agent.py"
 open(path, "w").write('''
 async def solve(task, client):
@@ -46,7 +46,7 @@ for agent.function, agent.command, agent.app in (
     (f"{path}:solve", [], None), (None, ["true"], None), (None, [], "http://127.0.0.1:9")
 ):
     assert not list(libraries_missing(config)), list(libraries_missing(config))
-    _agent_player(config, None, EpisodeSettings(), None, None)
+    make_player(config, None, EpisodeSettings(), None, None)
 class Session:
     images, video = {}, config.data.video
     async def complete(self, chat):
@@ -65,7 +65,7 @@ asyncio.run(call())
         "a browser is driven, and the pages of MiniWoB++ are there",
         """
 import playwright.async_api
-from rlinf_vl.envs.browser import Browser, _miniwob_folder
+from rlinf_vl.extras.browser.env import Browser, _miniwob_folder
 assert list(_miniwob_folder().glob("miniwob/*.html"))
 """,
     ),
@@ -121,16 +121,16 @@ folder_at("s3://bucket/folder").fs
     "verifiers": (
         "environments of verifiers run as agents",
         """
-import rlinf_vl.agents.verifiers_agent, starlette.applications, uvicorn, verifiers
+import rlinf_vl.extras.verifiers.agent, starlette.applications, uvicorn, verifiers
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.group_sampler import _agent_player
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.extras.agents.make import make_player
 """,
     ),
     "wandb": ("a tracker", "import wandb; wandb.init(mode='disabled').finish()"),
 }  # fmt: skip
 #: Modules that most programs need: loaded before a process is split off for each of them.
-_SHARED = ("rlinf_vl.rollout.group_sampler", "rlinf_vl.rollout.group_player")
+_SHARED = ("rlinf_vl.rollout.episode.group_sampler", "rlinf_vl.rollout.episode.group_player")
 
 
 @cache

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import ray
 import torch
 
-from rlinf_vl.rollout.pool import RolloutPool
+from rlinf_vl.rollout.pool.pool import RolloutPool
 from rlinf_vl.weights.buckets import pack
 from rlinf_vl.weights.object_store import ObjectStoreStrategy
 from rlinf_vl.weights.sender import Offer, Snapshot

@@ -13,8 +13,8 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.step_plan import plan_step
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.observe.replay_file import RecordedStep
-from rlinf_vl.replay.record import planned, recorded_logprobs, recorded_update
-from rlinf_vl.replay.subject import Subject
+from rlinf_vl.tools.verify.replay.record import planned, recorded_logprobs, recorded_update
+from rlinf_vl.tools.verify.replay.subject import Subject
 from rlinf_vl.types import Group, GroupSummary
 
 SHAPES = ([(2, 3)], [], [(1, 1), (3, 2)])

@@ -36,14 +36,14 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from rlinf_vl import __main__ as command_line
-from rlinf_vl import entry
 from rlinf_vl.config import Config, config_keys, imitation, load
 from rlinf_vl.config.overrides import apply_overrides
-from rlinf_vl.data import verifiers_rows
+from rlinf_vl.driver import entry
 from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight import gpus
-from rlinf_vl.preflight.hub import ask_hub
+from rlinf_vl.extras.verifiers import rows as verifiers_rows
+from rlinf_vl.runtime import gpus
+from rlinf_vl.runtime.hub import ask_hub
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests/golden/refusals.txt"

@@ -19,7 +19,7 @@ from rlinf_vl.config import load
 from rlinf_vl.config.placement import Placement, check_placement, placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.data import VideoConfig
-from rlinf_vl.data import bad_rows, images, verifiers_rows, video_decoding, videos
+from rlinf_vl.data import bad_rows, images, video_decoding, videos
 from rlinf_vl.data.clips import MAGIC, clip_ref
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.formats import RowFormat
@@ -29,6 +29,7 @@ from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.data.sources import open_source, peek
 from rlinf_vl.data.unusable import BadRow
 from rlinf_vl.data.videos import to_clip_ref
+from rlinf_vl.extras.verifiers import rows as verifiers_rows
 from rlinf_vl.types import GroupSummary, ImageRef, Problem, TrajectorySummary
 
 __all__ = [
@@ -224,7 +225,7 @@ def _machine(gpus: int) -> Any:
 
 def doctor(*overrides: str, config: str = "qwen3-vl-2b-grpo-fsdp-geo3k", **facts: Any) -> list[str]:
     """Return what a check complains of on a machine of eight GPUs, of which these facts differ."""
-    from rlinf_vl.preflight import doctor
+    from rlinf_vl.tools.check import doctor
 
     if "packages" in facts:
         facts["packages"] = _machine(8).packages | facts["packages"]

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from episodes import Talk, encoded, picture
 from openai import BadRequestError
 
-from rlinf_vl.agents import AgentResult
-from rlinf_vl.agents.contract import data_uri
-from rlinf_vl.rollout.observation import observe
-from rlinf_vl.toy.maze import Maze, distances
+from rlinf_vl.extras.agents import AgentResult
+from rlinf_vl.extras.agents.contract import data_uri
+from rlinf_vl.extras.toy.maze import Maze, distances
+from rlinf_vl.rollout.episode.observation import observe
 
 
 def openai_messages(messages, problem):

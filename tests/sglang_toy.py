@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from tiny import tiny_model
 
+from rlinf_vl.extras.toy.files import special_ids, write_toy_files
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import PixelCache, Processor
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy.files import special_ids, write_toy_files
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import ImageRef, Request, Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
@@ -25,7 +25,7 @@ class Toy:
 
     def __init__(self, path, family=FAMILY, make=None):
         """`make`: writes the checkpoint; None: the toy's."""
-        from rlinf_vl.local.warm_start import build_toy_checkpoint
+        from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 
         (make or partial(build_toy_checkpoint, progress=False, steps=1))(path)
         self.path = str(path)

@@ -7,7 +7,7 @@ from accounting import Recorded
 from episodes import Maker, make_player, message_of, play
 
 from rlinf_vl.envs import StepResult
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import SamplingParams
 
 TURNS = (

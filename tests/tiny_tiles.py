@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, Qwen2Tokenizer
 
-from rlinf_vl.toy import files
+from rlinf_vl.extras.toy import files
 
 #: Pixels and patches along a side of a tile, and its tokens: four patches make one.
 TILE, PATCHES, TOKENS = 48, 6, 9

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import psutil
 
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
 FIXED_METRICS = {
     "reward/mean", "reward/std", "reward/zero_std_groups", "actor/loss", "actor/grad_norm", "actor/entropy",

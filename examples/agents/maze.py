@@ -11,8 +11,8 @@ import io
 from openai import BadRequestError
 from PIL import Image
 
-from rlinf_vl.agents import AgentResult
-from rlinf_vl.toy.maze import Maze
+from rlinf_vl.extras.agents import AgentResult
+from rlinf_vl.extras.toy.maze import Maze
 
 
 def picture(pixels) -> dict:

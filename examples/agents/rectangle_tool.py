@@ -8,9 +8,9 @@ from its warm start, so the calls do not show them; with a larger one send `tool
 
 from openai import BadRequestError
 
-from rlinf_vl.agents import AgentResult
+from rlinf_vl.extras.agents import AgentResult
+from rlinf_vl.extras.toy.rectangle_tool import RectangleTool
 from rlinf_vl.rewards import grade_math
-from rlinf_vl.toy.rectangle_tool import RectangleTool
 
 
 # Without async def: grading waits, and other agents share the event loop.

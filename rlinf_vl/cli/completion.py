@@ -1,5 +1,6 @@
 """Completion of the command line in a shell (argcomplete)."""
 
+import argparse
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,3 +48,8 @@ def complete_override(prefix: str, **_: Any) -> Iterable[str]:
 
         return [f"{key}={path}" for path in FilesCompleter()(value)]
     return []
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Run the verb `completion`: print the shell's script."""
+    print(script(arguments.shell))

@@ -1,5 +1,6 @@
 """Configs and keys as text: `rlinf-vl config [KEY]`, and the last part of the help of `train`."""
 
+import argparse
 import textwrap
 
 from omegaconf import MISSING
@@ -84,3 +85,8 @@ def _description(name: str, key: Key) -> str:
     else:
         lines.append(f"It is {type_name(key.type)}.")
     return "\n    ".join(lines)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Run the verb `config`: describe a key, a section or all."""
+    print(describe(arguments.key))

@@ -1,5 +1,6 @@
 """`rlinf-vl new experiment|env|agent|reward NAME`: write a commented template of a user's own file."""
 
+import argparse
 import keyword
 from pathlib import Path
 from typing import NamedTuple
@@ -79,3 +80,8 @@ def new(kind: str, path: str) -> str:
             f"{str(file)!r} is there already; take another name, or remove it"
         ) from error
     return f"wrote {file}\n{next_steps.format(path=file, name=name)}"
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Run the verb `new`, and print the next steps."""
+    print(new(arguments.kind, arguments.name))

@@ -19,7 +19,7 @@ from rlinf_vl.cli.writing_verbs import add_writing_verbs
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.overrides import ONE_RUN
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.preflight.gpu_kinds import GPU_KINDS
+from rlinf_vl.runtime.gpu_kinds import GPU_KINDS
 from rlinf_vl.runtime.run_code import OPTION
 
 

@@ -2,7 +2,7 @@
 
 from rlinf_vl.config.schema import Config
 
-#: `rlinf_vl.preflight.automatic` settles these by the memory ledger. A run's config.yaml then has
+#: `rlinf_vl.tools.memory.automatic` settles these by the memory ledger. A run's config.yaml then has
 #: what they were settled to.
 SETTLED_AT_START = (
     "rollout.gpu_memory_utilization",

@@ -14,6 +14,8 @@ VERIFIERS = "verifiers:"
 OPENENV = "openenv:"
 #: Prefix of a source of rows, as of `hf://`.
 VERIFIERS_ROWS = "verifiers://"
+#: The agent that plays them, as `rollout.agent.function` would name it.
+VERIFIERS_AGENT = "rlinf_vl.extras.verifiers.agent:solve"
 #: `name`, or `owner/name` as the hub writes it.
 _VERIFIERS_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
 

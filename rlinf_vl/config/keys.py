@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.schema import Config, Limit
 from rlinf_vl.errors import did_you_mean
 
@@ -61,8 +62,7 @@ def suggestion(key: str) -> str:
     candidate the hint lists the keys of the section, or the sections.
     """
     # The tables of other systems take 40 ms to read, and only an unknown key needs them.
-    from rlinf_vl.convert.tables import hint
-
+    hint = load_part("foreign key")
     if foreign_hint := hint(key):
         return foreign_hint
     keys, sections = config_keys(), config_sections()

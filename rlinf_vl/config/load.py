@@ -28,6 +28,7 @@ from rlinf_vl.config.automatic import SETTLED_AT_START
 from rlinf_vl.config.hubs import OPENENV, with_arguments
 from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggestion
 from rlinf_vl.config.overrides import apply_overrides, leaves
+from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import SCHEMA_NAME, Config
 from rlinf_vl.config.schema.guidance import SELF
@@ -235,9 +236,7 @@ def _foreign_settings(path: Path) -> dict[str, Any] | None:
     }:
         return None
     # The converters take 60 ms to import, which a run of a config of ours need not wait for.
-    from rlinf_vl.convert.as_is import rlinf_settings
-
-    return rlinf_settings(path, unknown_keys)
+    return load_part("foreign config")(path, unknown_keys)
 
 
 def _compose(path: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from ray.exceptions import RayTaskError
 
 from rlinf_vl.actor.group import ActorGroup
 from rlinf_vl.engines.base import EngineDied
-from rlinf_vl.rollout.pool import PendingUpdate, RolloutPool
-from rlinf_vl.rollout.updates import WeightUpdate
+from rlinf_vl.rollout.pool.pool import PendingUpdate, RolloutPool
+from rlinf_vl.rollout.pool.updates import WeightUpdate
 from rlinf_vl.runtime.ray_process import ActorsLost, wait_for_all
 from rlinf_vl.weights.buckets import BUCKET_BYTES, WeightsDiffer
 from rlinf_vl.weights.process_group import TIMEOUT, WeightGroup

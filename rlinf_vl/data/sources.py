@@ -5,7 +5,6 @@
 Arrow's format, so that images are not decoded.
 """
 
-import importlib
 import itertools
 import json
 import logging
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlinf_vl.config.hubs import VERIFIERS_ROWS
+from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.tables import SPLITS, read_table, rows_of_pictures, typed_columns
 from rlinf_vl.data.unusable import shorten
-from rlinf_vl.data.verifiers_rows import verifiers_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -163,10 +162,11 @@ def open_source(name: str, split: str) -> Source:
         return Source(name, f"seeds-{split}", datasets.Dataset.from_dict(columns), None)
     if name.startswith(VERIFIERS_ROWS):
         environment = name.removeprefix(VERIFIERS_ROWS).partition("?")[0]
-        return Source(name, f"{environment}-{split}", verifiers_rows(name, split), None)
+        return Source(
+            name, f"{environment}-{split}", load_part("verifiers rows")(name, split), None
+        )
     if name in TOYS:
-        # The file is made on first use. `rlinf_vl.toy` imports this package: hence no plain import.
-        path: Path = importlib.import_module("rlinf_vl.toy.task").toy_dataset_path(split, name)
+        path: Path = load_part("toy data")(split, name)  # made on first use
         return Source(name, name, _load(name, path, split), path.parent)
     path = Path(name).expanduser()
     if not path.exists():

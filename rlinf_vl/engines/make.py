@@ -117,7 +117,7 @@ def warm_up(
 
     Args:
         engine: the engine.
-        prompt: renders messages, as `rlinf_vl.rollout.renderer.Renderer.prompt`.
+        prompt: renders messages, as `rlinf_vl.rollout.episode.renderer.Renderer.prompt`.
         samplings: sampling parameters that the run will use.
         longest: most tokens of a prompt and its response together; longer requests are left out.
         with_image: the model reads images.

@@ -7,8 +7,8 @@ from functools import lru_cache, partial
 from typing import Any, cast
 
 from rlinf_vl.config.hubs import OPENENV
+from rlinf_vl.config.parts import load_part
 from rlinf_vl.envs.base import Env
-from rlinf_vl.envs.openenv import openenv_class
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
@@ -21,12 +21,12 @@ ENVIRONMENTS = {
     SINGLE: "rlinf_vl.envs.single_turn:SingleTurn",
     "picture_tool": "rlinf_vl.envs.picture_tool:PictureTool",
     "geometry_tool": "rlinf_vl.envs.geometry_tool:GeometryTool",
-    "gymnasium": "rlinf_vl.envs.gymnasium:Gymnasium",
+    "gymnasium": "rlinf_vl.extras.gymnasium:Gymnasium",
     "remote": "rlinf_vl.envs.remote:Remote",
-    "browser": "rlinf_vl.envs.browser:Browser",
-    "buttons": "rlinf_vl.toy.buttons:Buttons",
-    "maze": "rlinf_vl.toy.maze:Maze",
-    "rectangle_tool": "rlinf_vl.toy.rectangle_tool:RectangleTool",
+    "browser": "rlinf_vl.extras.browser.env:Browser",
+    "buttons": "rlinf_vl.extras.toy.buttons:Buttons",
+    "maze": "rlinf_vl.extras.toy.maze:Maze",
+    "rectangle_tool": "rlinf_vl.extras.toy.rectangle_tool:RectangleTool",
 }
 #: Keywords that the run passes to a constructor that names them.
 OFFERED = ("grade", "reward_max", "reward_min", "seed", "group_seed")
@@ -43,7 +43,7 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
         files: runner.code_files.
     """
     if name.startswith(OPENENV):
-        return openenv_class(name.removeprefix(OPENENV), files)
+        return load_part("openenv class")(name.removeprefix(OPENENV), files)
     return load_code(name, ENVIRONMENTS, files, kind="environment", signature=_METHODS)
 
 

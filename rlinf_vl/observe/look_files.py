@@ -1,6 +1,6 @@
 """The file of what recorded answers owe to their images: `look/step_N.parquet`, a row a trajectory.
 
-`rlinf_vl.look` writes it, and the report reads it beside `trajectories/step_N.parquet`.
+`rlinf_vl.tools.report.look` writes it, and the report reads it beside `trajectories/step_N.parquet`.
 """
 
 from collections.abc import Sequence

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.preflight.gpu_parts import GIB
-from rlinf_vl.preflight.ledger import Hardware, Ledger, ledger
-from rlinf_vl.preflight.model import Model
+from rlinf_vl.tools.memory.gpu_parts import GIB
+from rlinf_vl.tools.memory.ledger import Hardware, Ledger, ledger
+from rlinf_vl.tools.memory.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -25,11 +25,11 @@ RIDDLES = frozenset("What Of Which As Those That Where Who Whose So".split())
 #: (file, name): why the name stays.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("rlinf_vl/actor/group.py", "then"): "a callback of the protocol Learner",
-    ("rlinf_vl/api.py", "others"): "a parameter of the public Run.report",
+    ("rlinf_vl/driver/api.py", "others"): "a parameter of the public Run.report",
     ("rlinf_vl/data/dataset.py", "bad"): "a field of FilterResult, which five rooms read",
     ("rlinf_vl/data/dataset.py", "kept"): "a field of FilterResult, which five rooms read",
-    ("rlinf_vl/report/runs_table.py", "best"): "a key of `rlinf-vl runs --json`",
-    ("rlinf_vl/toy/maze.py", "shown"): "a key of rollout.env_kwargs",
+    ("rlinf_vl/tools/report/runs_table.py", "best"): "a key of `rlinf-vl runs --json`",
+    ("rlinf_vl/extras/toy/maze.py", "shown"): "a key of rollout.env_kwargs",
 }
 
 

@@ -10,7 +10,7 @@ from browser_pages import needs_browser
 from PIL import Image
 from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
-from rlinf_vl.toy.buttons import Page, make_rows
+from rlinf_vl.extras.toy.buttons import Page, make_rows
 
 pytestmark = [pytest.mark.e2e, needs_browser]
 

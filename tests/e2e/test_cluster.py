@@ -12,7 +12,7 @@ import pytest
 from hosts import POSSIBLE, ROOT, finish, hosts_with, script
 from whole_run import FIXED_METRICS, rows_of
 
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
 PORT = 6379
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from whole_run import comparable, trajectories_of
 
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlinf_vl.toy.task import toy_dataset_path
+from rlinf_vl.extras.toy.task import toy_dataset_path
 from tests.whole_run import LOCAL, comparable
 
 pytestmark = pytest.mark.e2e

@@ -10,8 +10,8 @@ from whole_run import metrics_of
 
 from rlinf_vl import train
 from rlinf_vl.__main__ import main
+from rlinf_vl.extras.toy.drawings import GRID
 from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, look_file
-from rlinf_vl.toy.drawings import GRID
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ from PIL import Image
 from whole_run import assert_engine_and_trainer_agree, metrics_of, played_run
 
 from rlinf_vl.algorithms import gigpo_advantages
-from rlinf_vl.toy.maze import Position
+from rlinf_vl.extras.toy.maze import Position
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ from recipe_doubles import VARIANTS, double_of, rewarding_variety
 
 from rlinf_vl import train
 from rlinf_vl.config import load_config
-from rlinf_vl.local.warm_start import build_toy_checkpoint
+from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 
 pytestmark = pytest.mark.e2e
 

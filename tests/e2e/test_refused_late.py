@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 from tests.whole_run import Run
 
 pytestmark = pytest.mark.e2e

@@ -22,7 +22,7 @@ from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.observe.alarms import ALARMS
 from rlinf_vl.observe.clip_files import animated
 from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, write_look
-from rlinf_vl.report import build_report
+from rlinf_vl.tools.report import build_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

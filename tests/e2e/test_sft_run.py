@@ -113,9 +113,9 @@ def test_the_losses_of_the_first_steps_are_those_of_transformers(tmp_path):
         Qwen2VLImageProcessorPil,
     )
 
-    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
-    from rlinf_vl.toy.drawings import TOY
-    from rlinf_vl.toy.model import new_toy_model
+    from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
+    from rlinf_vl.extras.toy.drawings import TOY
+    from rlinf_vl.extras.toy.model import new_toy_model
 
     steps, lr = 3, 5e-4
     overrides = [LOCAL, "data.shuffle=false", "data.rollout_batch_size=32", "data.sample_val=false"]

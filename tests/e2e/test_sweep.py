@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from whole_run import LOCAL
 
+from rlinf_vl.extras.toy.task import toy_dataset_path
 from rlinf_vl.observe.status import read_status
-from rlinf_vl.report.sweep import read_sweep
-from rlinf_vl.toy.task import toy_dataset_path
+from rlinf_vl.tools.report.sweep import read_sweep
 
 pytestmark = pytest.mark.e2e
 

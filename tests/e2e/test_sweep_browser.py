@@ -7,7 +7,7 @@ from e2e.test_report_browser import browser, pytestmark  # noqa: F401
 
 from rlinf_vl.config import load_config
 from rlinf_vl.config.load import save_config
-from rlinf_vl.report.sweep import build_sweep_report
+from rlinf_vl.tools.report.sweep import build_sweep_report
 
 HOSTILE = '</script><script>alert("x")</script>'
 #: lr → accuracies at steps 5 and 10 by seed. The third seed of the second rate was killed after step 5.

@@ -182,7 +182,7 @@ def test_export_loads_in_transformers_and_moved_from_the_start(run, tmp_path):
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
+    from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 
     out = tmp_path / "exported"
     command = [

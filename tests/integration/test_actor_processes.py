@@ -12,7 +12,7 @@ import ray
 from rlinf_vl.actor import group
 from rlinf_vl.config.schema import ClusterConfig
 from rlinf_vl.controller.weight_sync import WeightSync
-from rlinf_vl.rollout.updates import WeightUpdate
+from rlinf_vl.rollout.pool.updates import WeightUpdate
 from rlinf_vl.runtime.launch import _actor_environment
 from rlinf_vl.runtime.ray_process import ActorsLost, own_process, where
 

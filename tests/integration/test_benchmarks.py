@@ -244,7 +244,7 @@ def test_delta_net(tmp_path):
 @pytest.mark.nightly
 def test_routing_replay(tmp_path):
     """In float32 both sides choose alike; in bfloat16 they do not, and replay brings their logprobs nearer."""
-    from rlinf_vl.local.warm_start import build_toy_checkpoint
+    from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 
     build_toy_checkpoint(
         model := tmp_path / "model", progress=False, toy="toy-qwen3_vl_moe", steps=1

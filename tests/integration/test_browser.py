@@ -10,7 +10,7 @@ import pytest
 from browser_pages import asked, browser_on, call, middle, needs_browser, problem, texts
 from PIL import Image
 
-from rlinf_vl.envs.browser_host import HOST
+from rlinf_vl.extras.browser.host import HOST
 
 pytestmark = [pytest.mark.integration, needs_browser]
 

@@ -11,11 +11,11 @@ from browser_pages import TIMEOUT_S, needs_browser
 from PIL import Image
 
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.envs.browser_host import HOST
-from rlinf_vl.rollout.env_makers import env_maker_of
-from rlinf_vl.rollout.env_processes import ProcessEnvMaker
-from rlinf_vl.toy import buttons
-from rlinf_vl.toy.buttons import Buttons, Page
+from rlinf_vl.extras.browser.host import HOST
+from rlinf_vl.extras.toy import buttons
+from rlinf_vl.extras.toy.buttons import Buttons, Page
+from rlinf_vl.rollout.episode.env_makers import env_maker_of
+from rlinf_vl.rollout.episode.env_processes import ProcessEnvMaker
 from rlinf_vl.types import Problem
 
 pytestmark = [pytest.mark.integration, needs_browser]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from browser_pages import asked, browser_on, call, middle, needs_browser, problem, texts
 
-from rlinf_vl.envs.browser import Browser
-from rlinf_vl.envs.browser_host import HOST
+from rlinf_vl.extras.browser.env import Browser
+from rlinf_vl.extras.browser.host import HOST
 
 pytest.importorskip("miniwob", reason="MiniWoB++ is not installed")
 pytestmark = [

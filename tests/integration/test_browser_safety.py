@@ -14,9 +14,9 @@ import psutil
 import pytest
 from browser_pages import asked, browser_on, call, middle, needs_browser, problem, texts
 
-from rlinf_vl.envs import browser_host
-from rlinf_vl.envs.browser_host import HOST
 from rlinf_vl.envs.tool import ToolFailure
+from rlinf_vl.extras.browser import host as browser_host
+from rlinf_vl.extras.browser.host import HOST
 
 pytestmark = [pytest.mark.integration, needs_browser]
 

@@ -15,9 +15,9 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.rollout_state import RolloutState
+from rlinf_vl.rollout.episode.observation import Observation
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.rollout_state import RolloutState
 from rlinf_vl.types import (
     Group,
     GroupSummary,

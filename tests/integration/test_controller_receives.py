@@ -10,7 +10,7 @@ import ray
 import torch
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.batch_stream import BatchReport
+from rlinf_vl.rollout.episode.batch_stream import BatchReport
 from rlinf_vl.types import Group, ImageRef, Problem, Sample, Trajectory
 
 pytestmark = pytest.mark.integration
@@ -58,12 +58,12 @@ def summaries_in(value) -> int:
 
 
 def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch):
-    from rlinf_vl.controller.supervise import supervise
+    from rlinf_vl.driver.supervise import supervise
+    from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.rollout import pool, worker_handle
+    from rlinf_vl.rollout.pool import pool, worker_handle
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
-    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
     overrides = [
         "runner.max_steps=1",

@@ -19,8 +19,8 @@ from summaries import values
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
-from rlinf_vl.rollout.submission import Task
-from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.pool.worker import RolloutRank
 
 pytestmark = pytest.mark.integration
 
@@ -324,7 +324,7 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
 
 def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
     """One epoch of some of the rows, through real actors; images that are decoded, tokenized and trained on."""
-    from rlinf_vl.controller.supervise import supervise
+    from rlinf_vl.driver.supervise import supervise
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest

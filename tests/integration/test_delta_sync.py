@@ -42,7 +42,7 @@ def constructor_seconds(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parts(toy_folder, constructor_seconds):
     from rlinf_vl.actor.group import ActorGroup
-    from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.rollout.pool.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     environment = constructor_seconds.with_name("slow.py")

@@ -24,7 +24,7 @@ from pathlib import Path
 def nothing(response, answer, **row):
     return 0.0
 
-if "rlinf_vl.rollout.worker" in sys.modules:
+if "rlinf_vl.rollout.pool.worker" in sys.modules:
     from rlinf_vl.weights import changes
     patches = changes.patches
 

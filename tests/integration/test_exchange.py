@@ -129,12 +129,12 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
 def test_a_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
     from rlinf_vl.controller.run_log import RunLog
-    from rlinf_vl.controller.supervise import supervise
+    from rlinf_vl.driver.supervise import supervise
+    from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.rollout.pool.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
-    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
     overrides = [
         "runner.max_steps=100",

@@ -38,8 +38,8 @@ def without_pictures(messages, pictures: list):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """Random weights of the toy whose demonstrations have several turns, and its demonstrations."""
-    from rlinf_vl.local.warm_start import build_toy_checkpoint
-    from rlinf_vl.toy.task import toy_of
+    from rlinf_vl.extras.toy.task import toy_of
+    from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 
     folder = tmp_path_factory.mktemp("model")
     build_toy_checkpoint(folder / "model", progress=False, toy="toy-tool", steps=0)
@@ -61,7 +61,7 @@ def reference(checkpoint):
         Qwen2VLImageProcessorPil,
     )
 
-    from rlinf_vl.toy.task import toy_of
+    from rlinf_vl.extras.toy.task import toy_of
 
     folder = checkpoint / "model"
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -88,8 +88,8 @@ def step(checkpoint: Path, overrides: list[str]):
     from rlinf_vl.actor.mesh import Mesh
     from rlinf_vl.config.imitation import imitation_config
     from rlinf_vl.controller.batch import plan_of
-    from rlinf_vl.controller.imitate import demonstrated
-    from rlinf_vl.rollout.demonstrations import Demonstrations
+    from rlinf_vl.extras.sft.demonstrations import Demonstrations
+    from rlinf_vl.extras.sft.imitate import demonstrated
     from rlinf_vl.types import GroupSummary, Prices
 
     folder = str(checkpoint / "model")

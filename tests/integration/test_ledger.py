@@ -18,7 +18,7 @@ def measure(reshard: bool, lora: bool) -> dict[str, int]:
         FsdpConfig,
         MixedPrecisionConfig,
     )
-    from rlinf_vl.preflight.trace import _features, _row
+    from rlinf_vl.tools.memory.trace import _features, _row
 
     mesh = Mesh.make("cpu")
     fsdp = FsdpConfig(
@@ -76,8 +76,8 @@ def unsharded(policy) -> int:
     [(1, True, False), (2, True, False), (2, False, False), (1, True, True), (2, True, True)],
 )
 def test_a_ranks_bytes_are_the_ledgers(ranks, reshard, lora, processes, tmp_path):
-    from rlinf_vl.preflight.ledger import Hardware, ledger
-    from rlinf_vl.preflight.model import Model
+    from rlinf_vl.tools.memory.ledger import Hardware, ledger
+    from rlinf_vl.tools.memory.model import Model
 
     found, *_ = processes.run(ranks, measure, reshard, lora)
     tiny_model().config.save_pretrained(tmp_path)

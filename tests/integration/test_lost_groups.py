@@ -47,10 +47,10 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
     from rlinf_vl.controller.mismatch import MismatchGuard
     from rlinf_vl.controller.run_log import RunLog
     from rlinf_vl.controller.schedules import Sync
+    from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.rollout.pool.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
-    from rlinf_vl.toy.checkpoint import toy_checkpoint_path
 
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0}",

@@ -13,15 +13,15 @@ import pytest
 from agent_groups import play
 from scripted_engine import Scripted
 
+from rlinf_vl.extras.agents.function_driver import ProcessFunctionDriver
+from rlinf_vl.extras.agents.player import AgentGroup, AgentPlayer
+from rlinf_vl.extras.agents.session import AgentCall, AgentLimits, AgentSession
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.agent_player import AgentGroup, AgentPlayer
-from rlinf_vl.rollout.agent_session import AgentCall, AgentLimits, AgentSession
-from rlinf_vl.rollout.function_driver import ProcessFunctionDriver
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.rollout_state import RolloutState
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.rollout_state import RolloutState
 from rlinf_vl.types import ImageRef, SamplingParams
 
 N_AGENTS, MAX_CONCURRENT = 200, 4
@@ -37,7 +37,7 @@ AGENTS = """
 import asyncio, base64, importlib, io, os, time
 from pathlib import Path
 from PIL import Image
-from rlinf_vl.agents import AgentResult
+from rlinf_vl.extras.agents import AgentResult
 
 time.sleep(float(os.environ["START_S"]))
 

@@ -16,7 +16,7 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.planner import plan_micro_batches
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Group, GroupSummary, Request, SamplingParams
 
 pytestmark = pytest.mark.integration

@@ -6,7 +6,7 @@ from summaries import values
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import open_datasets
 from rlinf_vl.envs.registry import ENVIRONMENTS
-from rlinf_vl.rollout.submission import Task
+from rlinf_vl.rollout.pool.submission import Task
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +29,7 @@ class Poison(SingleTurn):
 def test_a_row_that_kills_its_workers_is_quarantined_and_the_others_are_answered(
     toy_folder, tmp_path
 ):
-    from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.rollout.pool.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     rows = open_datasets(load_config("toy-grpo-cpu", []).data, ENVIRONMENTS)["train"]

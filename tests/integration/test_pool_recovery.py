@@ -14,7 +14,7 @@ import torch
 from rlinf_vl.config import load_config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
-from rlinf_vl.rollout.submission import Task
+from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.weights.buckets import pack
 from rlinf_vl.weights.object_store import ObjectStoreStrategy
 from rlinf_vl.weights.sender import Offer, Snapshot
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def pool(toy_folder):
-    from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.rollout.pool.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     overrides = [

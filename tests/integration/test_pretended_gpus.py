@@ -7,11 +7,11 @@ import ray
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight import automatic
-from rlinf_vl.preflight.ledger import Hardware, ledger
-from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.launch import reserve
 from rlinf_vl.runtime.ray_process import gpu_ids, see_gpus
+from rlinf_vl.tools.memory import automatic
+from rlinf_vl.tools.memory.ledger import Hardware, ledger
+from rlinf_vl.tools.memory.model import Model
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30

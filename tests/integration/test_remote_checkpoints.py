@@ -10,7 +10,6 @@ from upath import UPath
 
 from rlinf_vl.config import load_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.inputs import RULES
 from rlinf_vl.runtime.checkpoints import (
     CheckpointFailed,
     checkpoint_at,
@@ -24,6 +23,7 @@ from rlinf_vl.runtime.checkpoints import (
     save_checkpoint,
 )
 from rlinf_vl.runtime.run_folder import open_folder
+from rlinf_vl.tools.check.inputs import RULES
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import ray
 
 from rlinf_vl.rewards.processes import Limits, ProcessPool
 from rlinf_vl.rewards.result import Answer
-from rlinf_vl.rollout.faults import FaultLog
+from rlinf_vl.rollout.episode.faults import FaultLog
 from rlinf_vl.runtime.ray_process import first_report
 from rlinf_vl.types import Problem
 
@@ -31,7 +31,7 @@ class Worker:
         messages: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
-        logger = logging.getLogger("rlinf_vl.rollout.faults")
+        logger = logging.getLogger("rlinf_vl.rollout.episode.faults")
         logger.addHandler(handler)
         faults = FaultLog(first_report)
         for response in ("left", "right"):

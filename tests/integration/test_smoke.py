@@ -179,7 +179,7 @@ def test_the_checkpoint_has_the_true_shape_and_every_id_a_token(tmp_path):
     from rlinf_vl.config import load_config
     from rlinf_vl.models.families import family_of
     from rlinf_vl.models.processing import Processor
-    from rlinf_vl.smoke.checkpoint import write_checkpoint
+    from rlinf_vl.tools.check.smoke.checkpoint import write_checkpoint
 
     given = tmp_path / "given"
     given.mkdir()

@@ -191,7 +191,7 @@ def save(folder: str, target: str) -> tuple[int, int, int]:
 
 def export(run: str, target: str, max_file_bytes: int) -> int:
     """The most bytes that an export takes."""
-    from rlinf_vl.controller.export import export_checkpoint
+    from rlinf_vl.extras.export.export import export_checkpoint
 
     with PeakOfMemory() as memory:
         export_checkpoint(Path(run), Path(target), "bf16", max_file_bytes=max_file_bytes)
@@ -236,9 +236,7 @@ def write_sparse(folder: Path, layers: int) -> int:
 
     Its files have headers, and holes in the place of their data.
     """
-    known = json.loads(
-        resources.files("rlinf_vl.preflight").joinpath("known_models.json").read_text()
-    )
+    known = json.loads(resources.files("rlinf_vl.models").joinpath("known_models.json").read_text())
     shape = known["Qwen/Qwen3-VL-235B-A22B-Instruct"]
     config = AutoConfig.for_model(
         "qwen3_vl_moe",

@@ -7,8 +7,8 @@ from clips import SIZES, clip, picture, transformers_logprobs, user
 from sglang_toy import Toy, engine_of, write_member
 
 from rlinf_vl.models.families import family_of
-from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.rollout_state import RolloutState
+from rlinf_vl.rollout.episode.observation import Observation
+from rlinf_vl.rollout.episode.rollout_state import RolloutState
 from rlinf_vl.types import Problem, Request, SamplingParams
 
 pytestmark = pytest.mark.integration

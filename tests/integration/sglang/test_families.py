@@ -13,12 +13,12 @@ from plain_step import Mixtures
 from sglang_toy import Toy, engine_of, furthest, write_member
 from tiny import tiny_model
 
+from rlinf_vl.extras.toy.files import write_toy_files
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.saving import save_model
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.toy.files import write_toy_files
 
 pytestmark = pytest.mark.integration
 TOLERANCE = 5e-5

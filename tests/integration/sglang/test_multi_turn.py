@@ -35,7 +35,7 @@ from thinking import OPENS, assert_pieces, thinking
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
-from rlinf_vl.rollout.observation import Observation
+from rlinf_vl.rollout.episode.observation import Observation
 from rlinf_vl.types import GroupSummary, Request, SamplingParams
 
 pytestmark = pytest.mark.integration
@@ -331,7 +331,7 @@ def test_dropped_thoughts_make_sequences_that_are_trained_as_they_were_sampled(
 ):
     with monkeypatch.context() as patch:
         patch.setattr(conversing.processor.tokenizer, "chat_template", DROPS)
-        patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+        patch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", END)
         groups, asked = conversations(conversing, 20, turns=6, images=2, longest=12)
     assert len({len(t.sequences) for group in groups for t in group.trajectories}) > 2
     assert_accounted(conversing, groups, asked)

@@ -16,10 +16,10 @@ from rlinf_vl.models.certificates import certificates, proven_wrong
 from rlinf_vl.models.encoders import squares
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.image_tokens import mrope_positions
-from rlinf_vl.prove.certificate import outcomes_of
-from rlinf_vl.prove.main import RELEASED
-from rlinf_vl.prove.member import member_of
-from rlinf_vl.prove.proofs import Proofs
+from rlinf_vl.tools.verify.prove.certificate import outcomes_of
+from rlinf_vl.tools.verify.prove.main import RELEASED
+from rlinf_vl.tools.verify.prove.member import member_of
+from rlinf_vl.tools.verify.prove.proofs import Proofs
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from pool_weights import load_weights
 from summaries import values
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.submission import Task
+from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.weights import STRATEGIES
 from rlinf_vl.weights.strategy import strategy_named
 
@@ -41,7 +41,7 @@ def parts(toy, other, tmp_path_factory):
     """Two actors that have the other model's weights, and a pool of one worker, whose engine is over both and starts with the
     toy's."""
     from rlinf_vl.actor.group import ActorGroup
-    from rlinf_vl.rollout.pool import RolloutPool
+    from rlinf_vl.rollout.pool.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
     folder = tmp_path_factory.mktemp("other") / "checkpoint"

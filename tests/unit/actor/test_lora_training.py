@@ -14,9 +14,9 @@ from transformers import AutoModelForImageTextToText
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.optimizer import parts_table
 from rlinf_vl.config import load_config, save_config
-from rlinf_vl.controller.export import export_checkpoint
 from rlinf_vl.engines.make import make_engine
 from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.extras.export.export import export_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.lora import is_adapter
 from rlinf_vl.models.nf4 import is_quantized, shape_of

@@ -9,7 +9,7 @@ from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.config import load_config
 from rlinf_vl.engines.make import make_engine
-from rlinf_vl.local.warm_start import build_toy_checkpoint
+from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.packing.planner import Item

@@ -8,9 +8,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import rlinf_vl
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.extras.toy.task import toy_dataset_path
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.toy.task import toy_dataset_path
 
 
 @pytest.fixture(scope="module")

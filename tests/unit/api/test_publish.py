@@ -22,12 +22,12 @@ import rlinf_vl
 from rlinf_vl.config import load_config, save_config
 from rlinf_vl.data.digest import digest, write_digests
 from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.extras.export.publish import publish
+from rlinf_vl.extras.toy.task import toy_dataset_path
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.models.lora import add_adapters, is_adapter
-from rlinf_vl.publish import publish
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, save_checkpoint
-from rlinf_vl.toy.task import toy_dataset_path
 
 
 def run_of(folder, base, *overrides):

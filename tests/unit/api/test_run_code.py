@@ -13,12 +13,12 @@ import rlinf_vl
 from rlinf_vl.__main__ import main
 from rlinf_vl.config import save_config
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.controller.export import export_checkpoint, refuse_pickled_code
 from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.extras.eval.config import evaluation_config
+from rlinf_vl.extras.export.export import export_checkpoint, refuse_pickled_code
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.runtime.checkpoints import save_checkpoint
-from rlinf_vl.runtime.evaluation import evaluation_config
 from rlinf_vl.runtime.run_code import code_of_run
 
 FAMILY = """

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 import rlinf_vl
-from rlinf_vl import entry
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.rows import RowFormat
+from rlinf_vl.driver import entry
 from rlinf_vl.envs.registry import load_env_class
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.runtime.stop_request import StopRequest

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from rlinf_vl.__main__ import main
-from rlinf_vl.check_agent.observed import LoopWatch
-from rlinf_vl.check_agent.scripted_policy import scripted_processor
-from rlinf_vl.rollout.env_executor import ThreadExecutor
+from rlinf_vl.rollout.episode.env_executor import ThreadExecutor
+from rlinf_vl.tools.check.agents.observed import LoopWatch
+from rlinf_vl.tools.check.agents.scripted_policy import scripted_processor
 
 AGENT = '''
 import asyncio, base64, io, json, random, time
 import openai
-from rlinf_vl.agents import AgentResult
+from rlinf_vl.extras.agents import AgentResult
 
 async def ask(client, messages, **options):
     """The reply to these messages; None at a limit of the trajectory."""

@@ -12,8 +12,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from rlinf_vl.__main__ import main
-from rlinf_vl.check_data.main import _lines
-from rlinf_vl.check_data.summary import _spread
+from rlinf_vl.tools.check.data.main import _lines
+from rlinf_vl.tools.check.data.summary import _spread
 
 HOSTILE = "</pre><script>alert(1)</script>"
 

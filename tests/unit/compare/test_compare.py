@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from rlinf_vl.__main__ import main
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.terms import Passes
-from rlinf_vl.compare.batch_file import batch_from
-from rlinf_vl.compare.columns import ORDER, Calculation
-from rlinf_vl.compare.main import compare_batch
-from rlinf_vl.compare.verdict import first_difference
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.tools.verify.compare.batch_file import batch_from
+from rlinf_vl.tools.verify.compare.columns import ORDER, Calculation
+from rlinf_vl.tools.verify.compare.main import compare_batch
+from rlinf_vl.tools.verify.compare.verdict import first_difference
 
 DUMPS = Path(__file__).parent
 SETTINGS = {

@@ -7,7 +7,7 @@ import pytest
 
 from rlinf_vl.config import load_config, save_config
 from rlinf_vl.config.hubs import parse_rows_path, rows_path, with_arguments
-from rlinf_vl.preflight import inputs
+from rlinf_vl.tools.check import inputs
 
 WORDS = ("rollout.env_class=verifiers:words", "data.train_data_paths=[verifiers://words]")
 NO_VAL = "data.val_data_paths=[]"
@@ -41,7 +41,7 @@ def test_a_source_carries_the_environments_arguments_and_no_stale_ones(tmp_path)
 def test_what_is_missing_is_named_with_what_installs_it(monkeypatch, installed, module, words):
     from importlib.metadata import PackageNotFoundError
 
-    from rlinf_vl.data import verifiers_rows
+    from rlinf_vl.extras.verifiers import rows as verifiers_rows
 
     def version(name):
         if installed is None:

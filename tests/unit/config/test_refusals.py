@@ -18,14 +18,15 @@ import pytest
 from refusals import FILES, machine, write_files
 
 from rlinf_vl import __main__ as command_line
-from rlinf_vl import entry
 from rlinf_vl.config import config_keys
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.sources import peek
+from rlinf_vl.driver import entry
+from rlinf_vl.extras.toy.task import toy_dataset_path, toy_of
 from rlinf_vl.models.families import FAMILIES
-from rlinf_vl.preflight import gpus, inputs
+from rlinf_vl.runtime import gpus
 from rlinf_vl.runtime.checkpoints import STATE_FILE
-from rlinf_vl.toy.task import toy_dataset_path, toy_of
+from rlinf_vl.tools.check import inputs
 
 launch_training = entry.launch_training
 GOOD = ["data.train_data_paths=good.jsonl", "data.val_data_paths=[]", "data.image_keys=[]"]
@@ -93,7 +94,7 @@ def test_what_may_not_be_read_is_named():
     keys += ["runner.resume_dir=%s/checkpoint"]
     program = (
         "import os, sys; from rlinf_vl.config.load import parse_config, validate_config\n"
-        "from rlinf_vl.preflight.inputs import RULES\n"
+        "from rlinf_vl.tools.check.inputs import RULES\n"
         "config = parse_config('toy-grpo-cpu', sys.argv[1:]); os.seteuid(65534)\n"
         "try: validate_config(config, RULES)\n"
         "except ValueError as error: print(error)"

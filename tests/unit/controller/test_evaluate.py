@@ -8,8 +8,8 @@ import pytest
 from unit.controller.fakes import fake_config
 
 from rlinf_vl.config import save_config
-from rlinf_vl.controller.evaluate import columns_of, exported
 from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.extras.eval.evaluate import columns_of, exported
 
 
 @pytest.fixture

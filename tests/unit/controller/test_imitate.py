@@ -6,11 +6,11 @@ import signal
 import pytest
 from unit.controller.fakes import FakeLearner, FakeRun, number, summary
 
-from rlinf_vl.controller.imitate import imitate
 from rlinf_vl.controller.loop import TooManyBadSteps
 from rlinf_vl.data.bad_rows import TooManyBadRows
 from rlinf_vl.data.unusable import BadRow
 from rlinf_vl.errors import RunError
+from rlinf_vl.extras.sft.imitate import imitate
 from rlinf_vl.runtime.ray_process import ActorsLost
 from rlinf_vl.runtime.stop_request import Interrupted
 

@@ -17,19 +17,19 @@ from rlinf_vl.models.families import family_of
     [
         ("rlinf_vl.controller.remote_writer", {"torch", "transformers", "datasets"}),
         (
-            "rlinf_vl.controller.supervise",
+            "rlinf_vl.driver.supervise",
             {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
         ),
         (
-            "rlinf_vl.controller.supervise_sft",
+            "rlinf_vl.extras.sft.supervise",
             {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
         ),
         (
-            "rlinf_vl.controller.evaluate",
+            "rlinf_vl.extras.eval.evaluate",
             {"transformers", "sympy", "torch.distributed.fsdp", "datasets", "pandas"},
         ),
-        ("rlinf_vl.preflight.automatic", {"torch", "transformers"}),
-        ("rlinf_vl.toy.checkpoint", {"torch", "transformers"}),
+        ("rlinf_vl.tools.memory.automatic", {"torch", "transformers"}),
+        ("rlinf_vl.extras.toy.checkpoint", {"torch", "transformers"}),
     ],
 )
 def test_it_starts_without_what_takes_seconds_to_import(imported, slow):

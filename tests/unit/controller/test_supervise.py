@@ -9,8 +9,8 @@ from rich.console import Console
 from unit.controller.fakes import FakeLearner, FakePool, FakeRun, fake_config
 
 from rlinf_vl.config.placement import Placement
-from rlinf_vl.controller import supervise as room
-from rlinf_vl.controller.supervise import TooManyRestarts
+from rlinf_vl.driver import supervise as room
+from rlinf_vl.driver.supervise import TooManyRestarts
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.nodes import WorkerPlacement

@@ -8,12 +8,12 @@ import pytest
 from rlinf_vl.config import config_keys, parse_config
 from rlinf_vl.config.systems import SYSTEMS
 from rlinf_vl.config.validate import validate_config
-from rlinf_vl.convert import quantities as rules
-from rlinf_vl.convert.convert import convert, convert_file
-from rlinf_vl.convert.render import render, summary
-from rlinf_vl.convert.tables import quantities, table
-from rlinf_vl.convert.values import CONVERSIONS
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.tools.convert import quantities as rules
+from rlinf_vl.tools.convert.convert import convert, convert_file
+from rlinf_vl.tools.convert.render import render, summary
+from rlinf_vl.tools.convert.tables import quantities, table
+from rlinf_vl.tools.convert.values import CONVERSIONS
 
 VERL = """
 ENGINE=${1:-vllm}

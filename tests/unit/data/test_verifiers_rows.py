@@ -11,15 +11,15 @@ verifiers = pytest.importorskip("verifiers")
 
 from replayed_client import replayed_client  # noqa: E402
 
-from rlinf_vl.agents import AgentTask  # noqa: E402
-from rlinf_vl.agents.verifiers_agent import RolloutError, solve  # noqa: E402
 from rlinf_vl.config import load_config  # noqa: E402
 from rlinf_vl.config.hubs import rows_path  # noqa: E402
 from rlinf_vl.data.dataset import ProblemDataset  # noqa: E402
 from rlinf_vl.data.sources import open_source  # noqa: E402
-from rlinf_vl.data.verifiers_rows import environment_row, load_environment  # noqa: E402
-from rlinf_vl.rollout.env_makers import env_maker_of  # noqa: E402
-from rlinf_vl.rollout.row_check import RowCheck  # noqa: E402
+from rlinf_vl.extras.agents import AgentTask  # noqa: E402
+from rlinf_vl.extras.verifiers.agent import RolloutError, solve  # noqa: E402
+from rlinf_vl.extras.verifiers.rows import environment_row, load_environment  # noqa: E402
+from rlinf_vl.rollout.episode.env_makers import env_maker_of  # noqa: E402
+from rlinf_vl.rollout.episode.row_check import RowCheck  # noqa: E402
 
 
 def path_of(**arguments):
@@ -92,7 +92,7 @@ def test_what_cannot_be_trained_on_is_refused():
 
 def test_an_environment_that_draws_other_rows_in_another_process_is_an_error():
     task = task_of(kind="unstable", rows=2)
-    from rlinf_vl.data import verifiers_rows
+    from rlinf_vl.extras.verifiers import rows as verifiers_rows
 
     verifiers_rows._load.cache_clear()  # as in another process
     with pytest.raises(ValueError, match="another question in this process.*a seed"):

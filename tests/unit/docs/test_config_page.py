@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.systems import SYSTEMS
-from rlinf_vl.convert.tables import table
 from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.tools.convert.tables import table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

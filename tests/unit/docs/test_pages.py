@@ -28,7 +28,7 @@ from rlinf_vl.engines.sglang.machine import CUDA_MAJOR
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.observe.trajectories import SCHEMA
 from rlinf_vl.rewards.named import NAMED
-from rlinf_vl.sweep.plan import check_sweep, plan_sweep
+from rlinf_vl.tools.sweep.plan import check_sweep, plan_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNEL_NOTES = ROOT / "rlinf_vl/models/kernels/README.md"

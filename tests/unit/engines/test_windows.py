@@ -15,10 +15,10 @@ from rlinf_vl.engines.torch.prefill import PrefillAttention
 from rlinf_vl.engines.torch.prefix_cache import CachedPrefix
 from rlinf_vl.models.families import family_at
 from rlinf_vl.models.shapes import DecodeState
-from rlinf_vl.prove.main import RELEASED
-from rlinf_vl.prove.member import member_of
-from rlinf_vl.prove.problems import SIZES, answered, random_request
-from rlinf_vl.prove.reference import logprobs_of, pixels_of
+from rlinf_vl.tools.verify.prove.main import RELEASED
+from rlinf_vl.tools.verify.prove.member import member_of
+from rlinf_vl.tools.verify.prove.problems import SIZES, answered, random_request
+from rlinf_vl.tools.verify.prove.reference import logprobs_of, pixels_of
 from rlinf_vl.types import SamplingParams
 
 HEADS, KV_HEADS, D, SCALE = 4, 2, 8, 0.3

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from rlinf_vl.envs.browser_pages import ORIGIN, PageSource
+from rlinf_vl.extras.browser.pages import ORIGIN, PageSource
 
 
 @pytest.fixture

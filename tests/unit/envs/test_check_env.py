@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from rlinf_vl.__main__ import main
-from rlinf_vl.rollout.check_policies import typed_call
+from rlinf_vl.tools.check.policies import typed_call
 
 ENV = '''
 import asyncio, random, time

@@ -7,9 +7,9 @@ import pytest
 
 from rlinf_vl.config import load_config
 from rlinf_vl.envs import EnvMaker
-from rlinf_vl.envs.gymnasium import Gymnasium
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.inputs import RULES
+from rlinf_vl.extras.gymnasium import Gymnasium
+from rlinf_vl.tools.check.inputs import RULES
 from rlinf_vl.types import Problem
 
 LAKE = {

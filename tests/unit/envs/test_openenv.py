@@ -16,7 +16,7 @@ from PIL import Image
 
 from rlinf_vl.envs import EnvMaker
 from rlinf_vl.envs.registry import keyword_problems, load_env_class
-from rlinf_vl.rollout.observation import observe
+from rlinf_vl.rollout.episode.observation import observe
 from rlinf_vl.types import Problem
 
 TESTS = Path(__file__).resolve().parents[2]

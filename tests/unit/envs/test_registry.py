@@ -10,7 +10,7 @@ from rlinf_vl.envs import ENVIRONMENTS, EnvMaker
 from rlinf_vl.envs.registry import grades_answers, keyword_problems, load_env_class
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.inputs import RULES
+from rlinf_vl.tools.check.inputs import RULES
 from rlinf_vl.types import Problem
 
 PROBLEM = Problem(

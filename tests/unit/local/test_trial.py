@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlinf_vl import entry
 from rlinf_vl.config import load_config
+from rlinf_vl.driver import entry
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.trial import algorithm_problems, tracker_problems
+from rlinf_vl.tools.check.trial import algorithm_problems, tracker_problems
 
 CODE = """
 import torch

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from rlinf_vl.local.event_loop import CallersLoop
-from rlinf_vl.local.user_code import DirectExecutor, DirectFunctions
+from rlinf_vl.driver.local.event_loop import CallersLoop
+from rlinf_vl.driver.local.user_code import DirectExecutor, DirectFunctions
 from rlinf_vl.rewards.grading_pool import GradingError
 from rlinf_vl.rewards.processes import Limits
 from rlinf_vl.rewards.result import Answer

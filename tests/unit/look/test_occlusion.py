@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rlinf_vl.look.occlusion import Cell, edge_share, heat_map
-from rlinf_vl.look.scorer import divergence, ground_colours
+from rlinf_vl.tools.report.look.occlusion import Cell, edge_share, heat_map
+from rlinf_vl.tools.report.look.scorer import divergence, ground_colours
 
 
 class Planted:

@@ -8,15 +8,15 @@ from clips import clip, picture
 
 from rlinf_vl.data.images import blank_like
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.look.recorded import read_recorded, recorded_steps
-from rlinf_vl.look.scorer import Scorer, with_images
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, use_packed_attention, vocab_size
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.packing.collator import Collator
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.tools.report.look.recorded import read_recorded, recorded_steps
+from rlinf_vl.tools.report.look.scorer import Scorer, with_images
 from rlinf_vl.types import Group, TokenSequence, Trajectory, Turn
 
 RNG = np.random.default_rng(1)

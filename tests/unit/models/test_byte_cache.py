@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
-from rlinf_vl.rollout.renderer import RENDERED_BYTES, Renderer
-from rlinf_vl.rollout.text_encoder import ENCODED_BYTES
+from rlinf_vl.rollout.episode.renderer import RENDERED_BYTES, Renderer
+from rlinf_vl.rollout.episode.text_encoder import ENCODED_BYTES
 
 
 def upper(calls):

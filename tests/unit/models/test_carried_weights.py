@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from rlinf_vl.config import save_config
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.controller.export import export_checkpoint
+from rlinf_vl.extras.export.export import export_checkpoint
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.loading import carried_weights, load_model
 from rlinf_vl.models.saving import save_model

@@ -17,9 +17,9 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.video_processor import Qwen2Videos, Qwen3Videos
-from rlinf_vl.prove.reference import behind_clips
-from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.observation import Observation
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.tools.verify.prove.reference import behind_clips
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
 #: Frames, height and width of videos: pairs and odd numbers, small and large, long and narrow.

@@ -9,9 +9,9 @@ from rlinf_vl.models.expert_modules import active_numel, expert_weights, mixture
 from rlinf_vl.models.families import family_at
 from rlinf_vl.models.loading import use_packed_attention
 from rlinf_vl.models.lora import add_adapters, train_parts
-from rlinf_vl.preflight.model import Weights
-from rlinf_vl.prove.member import member_of
-from rlinf_vl.prove.proofs import Proofs
+from rlinf_vl.tools.memory.model import Weights
+from rlinf_vl.tools.verify.prove.member import member_of
+from rlinf_vl.tools.verify.prove.proofs import Proofs
 
 SIZES = {
     "vocab_size": 96,

@@ -9,8 +9,8 @@ from tiny import tiny_model
 
 from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.models.family import submodules
+from rlinf_vl.models.known import model_config
 from rlinf_vl.models.saving import save_model
-from rlinf_vl.preflight.model import model_config
 from rlinf_vl.types import Prices
 
 FAMILY = family_of("qwen3_vl")

@@ -63,7 +63,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from rlinf_vl.config import load_config
 from rlinf_vl.config.keys import config_keys
-from rlinf_vl.controller.export import copy_processor_files
+from rlinf_vl.extras.export.export import copy_processor_files
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
@@ -71,11 +71,11 @@ from rlinf_vl.models.saving import save_model
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.preflight.checkpoint import checkpoint
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy.files import write_toy_files
-from rlinf_vl.toy.model import toy_config
-from rlinf_vl.toy.task import toy_of
+from rlinf_vl.tools.check.checkpoint import checkpoint
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.extras.toy.files import write_toy_files
+from rlinf_vl.extras.toy.model import toy_config
+from rlinf_vl.extras.toy.task import toy_of
 from rlinf_vl.types import Group, ImageRef, Request, SamplingParams, TokenSequence, Trajectory, Turn
 
 

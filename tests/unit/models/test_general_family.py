@@ -30,11 +30,11 @@ from rlinf_vl.models.loading import freeze, load_model, part_of, switch_dropout_
 from rlinf_vl.models.policy import encode_images, trains_images
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.saving import save_model
-from rlinf_vl.preflight.checkpoint import checkpoint
-from rlinf_vl.prove.member import member_of
-from rlinf_vl.prove.proofs import Proofs
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.smoke.checkpoint import _write_weights
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.tools.check.checkpoint import checkpoint
+from rlinf_vl.tools.check.smoke.checkpoint import _write_weights
+from rlinf_vl.tools.verify.prove.member import member_of
+from rlinf_vl.tools.verify.prove.proofs import Proofs
 from rlinf_vl.types import ImageRef
 
 WRITERS = {"internvl": write_internvl, "idefics3": write_idefics3, "gemma3": write_gemma3}

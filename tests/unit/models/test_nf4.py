@@ -12,7 +12,7 @@ from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models import lora
 from rlinf_vl.models.nf4 import dense, is_quantized, quantize, shape_of
-from rlinf_vl.preflight.inputs import packages_missing
+from rlinf_vl.tools.check.inputs import packages_missing
 
 pytest.importorskip("bitsandbytes")
 NF4 = ["actor.model.is_lora=true", "actor.model.lora.quantization=nf4"]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from rlinf_vl.extras.toy.files import write_toy_files
 from rlinf_vl.models.families import FAMILIES, family_of
 from rlinf_vl.models.loading import (
     copy_processor_files,
@@ -14,7 +15,6 @@ from rlinf_vl.models.loading import (
     weight_shapes,
 )
 from rlinf_vl.models.saving import save_model
-from rlinf_vl.toy.files import write_toy_files
 from tests.tiny import tiny_model
 
 

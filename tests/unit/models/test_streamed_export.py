@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf_vl.config import save_config
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.controller.export import export_checkpoint, restore
+from rlinf_vl.extras.export.export import export_checkpoint, restore
+from rlinf_vl.extras.toy.files import write_toy_files
 from rlinf_vl.models import partial, saving
 from rlinf_vl.models.families import FAMILIES, family_at, family_of
 from rlinf_vl.models.loading import (
@@ -26,9 +27,8 @@ from rlinf_vl.models.loading import (
 )
 from rlinf_vl.models.lora import add_adapters, is_adapter, merge_adapters
 from rlinf_vl.models.partial import load_skeleton, load_weights, weight_groups
-from rlinf_vl.prove.member import member_of
 from rlinf_vl.runtime.checkpoints import save_checkpoint
-from rlinf_vl.toy.files import write_toy_files
+from rlinf_vl.tools.verify.prove.member import member_of
 
 #: A model of the general path, a mixture whose experts are stored one by one and whose routers have buffers.
 BY_PATH = ("gemma3", "glm4v_moe")

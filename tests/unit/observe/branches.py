@@ -9,16 +9,16 @@ from agent_groups import play
 from episodes import encoded, picture
 from scripted_engine import Scripted
 
-from rlinf_vl.agents.drivers import FunctionDriver
+from rlinf_vl.extras.agents.drivers import FunctionDriver
+from rlinf_vl.extras.agents.player import AgentPlayer
+from rlinf_vl.extras.agents.session import AgentLimits
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.trajectories import TrajectoryStore
-from rlinf_vl.rollout.agent_player import AgentPlayer
-from rlinf_vl.rollout.agent_session import AgentLimits
-from rlinf_vl.rollout.env_executor import ThreadExecutor
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.env_executor import ThreadExecutor
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Problem, SamplingParams
 
 SHOWN = encoded(picture(48, 64, 9))

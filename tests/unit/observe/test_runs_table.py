@@ -9,9 +9,9 @@ import yaml
 from rlinf_vl.__main__ import main
 from rlinf_vl.config import load_config
 from rlinf_vl.config.load import save_config
-from rlinf_vl.report import runs_table
-from rlinf_vl.report.run_files import flatten
-from rlinf_vl.report.runs_table import read_lines_of, runs_in
+from rlinf_vl.observe.run_files import flatten
+from rlinf_vl.tools.report import runs_table
+from rlinf_vl.tools.report.runs_table import read_lines_of, runs_in
 
 
 def make_run(folder: Path, name: str, accuracies, *, state="done", lr=1e-4, started=1.0, pid=0):

@@ -16,8 +16,8 @@ from rich.console import Console
 from unit.observe.conversations import make_conversations
 from unit.observe.test_report import HOSTILE
 
-from rlinf_vl.report import watch as watch_module
-from rlinf_vl.report.watch import Curve, RunPage, watch
+from rlinf_vl.tools.report import watch as watch_module
+from rlinf_vl.tools.report.watch import Curve, RunPage, watch
 
 NOW = 1_800_000_000.0
 

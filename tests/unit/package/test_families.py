@@ -12,11 +12,11 @@ from rlinf_vl.models.families import FAMILIES
 
 PACKAGE = Path(rlinf_vl.__file__).parent
 #: Folders and files that name families: the embedded tasks choose their models.
-NAMING = ("models/families/", "toy/", "config/toys.py")
+NAMING = ("models/families/", "extras/toy/", "config/toys.py")
 #: Folders and files that know how many patches make a token: those that read or make checkpoints of a kind.
 MERGING = (
     "models/families/", "models/image_processor.py", "models/video_processor.py", "models/shapes.py",
-    "models/image_tokens.py", "models/by_path.py", "models/path_checks.py", "toy/",
+    "models/image_tokens.py", "models/by_path.py", "models/path_checks.py", "extras/toy/",
 )  # fmt: skip
 FILES = [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
 

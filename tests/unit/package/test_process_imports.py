@@ -16,17 +16,25 @@ for statement in json.loads(sys.argv[1]):
 print(json.dumps(seen))
 """
 #: Modules that no process of a run imports before it needs them.
-NEVER = ["rlinf_vl.convert", "bashlex", "math_verify", "sympy", "openai", "diskcache", "pebble"]
+NEVER = [
+    "rlinf_vl.tools.convert",
+    "bashlex",
+    "math_verify",
+    "sympy",
+    "openai",
+    "diskcache",
+    "pebble",
+]
 #: What each process imports as it starts; the command line's comes first, as it loads a config.
 PROCESSES = {
     "command line": [
         "import rlinf_vl",
         "from rlinf_vl.config import load_config; load_config('toy-grpo-cpu')",
-        "import rlinf_vl.__main__, rlinf_vl.cli.parser, rlinf_vl.entry",
+        "import rlinf_vl.__main__, rlinf_vl.cli.parser, rlinf_vl.driver.entry",
     ],
     "controller and workers": [
-        "import rlinf_vl.controller.supervise",
-        "import rlinf_vl.rollout.worker, rlinf_vl.actor.worker",
+        "import rlinf_vl.driver.supervise",
+        "import rlinf_vl.rollout.pool.worker, rlinf_vl.actor.worker",
         "import rlinf_vl.rewards.scoring",
     ],
 }
@@ -57,6 +65,6 @@ except ConfigError as error:
 else:
     raise AssertionError('the key is accepted')
 """
-    assert loaded([statement], ["rlinf_vl.convert"]) == [
-        ["rlinf_vl.convert", "rlinf_vl.convert.tables"]
+    assert loaded([statement], ["rlinf_vl.tools.convert"]) == [
+        ["rlinf_vl.tools.convert", "rlinf_vl.tools.convert.tables"]
     ]

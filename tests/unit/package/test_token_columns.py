@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from rlinf_vl.models.families import family_of
 from rlinf_vl.observe.trajectories import TrajectoryStore
 from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.report.trajectories import ImageStore, encode_trajectories, read_trajectories
+from rlinf_vl.tools.report.trajectories import ImageStore, encode_trajectories, read_trajectories
 from rlinf_vl.types import Sample
 
 

@@ -13,9 +13,10 @@ import pytest
 from rlinf_vl.config import config_keys, parse_config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.advice import LORA, MEMORY_CHANGES, Advisor, advise
-from rlinf_vl.preflight.ledger import Hardware, Ledger, ledger
-from rlinf_vl.preflight.model import KNOWN, Model, model_config
+from rlinf_vl.models.known import KNOWN, model_config
+from rlinf_vl.tools.memory.advice import LORA, MEMORY_CHANGES, Advisor, advise
+from rlinf_vl.tools.memory.ledger import Hardware, Ledger, ledger
+from rlinf_vl.tools.memory.model import Model
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 PAGES = runpy.run_path(str(Path(__file__).parents[3] / "docs/generate_memory_page.py"))

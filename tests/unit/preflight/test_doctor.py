@@ -13,8 +13,8 @@ import pytest
 from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight import doctor
-from rlinf_vl.preflight import machine as machine_facts
+from rlinf_vl.tools.check import doctor
+from rlinf_vl.tools.check import machine as machine_facts
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30
@@ -186,7 +186,7 @@ def test_gpus_are_asked_of_the_driver_and_torch_is_left_alone(tmp_path):
         pytest.skip("no C compiler")
     (tmp_path / "nvml.c").write_text(NVML)
     assert os.system(f"cd {tmp_path} && cc -shared -fPIC -o libnvidia-ml.so.1 nvml.c") == 0
-    code = "from rlinf_vl.preflight.gpus import gpu_memory; import sys; print(gpu_memory(), 'torch' in sys.modules)"
+    code = "from rlinf_vl.runtime.gpus import gpu_memory; import sys; print(gpu_memory(), 'torch' in sys.modules)"
     for visible, said in ((None, f"({GIB}, {2 * GIB}) False"), ("0", f"({GIB},) False")):
         environment = (
             os.environ

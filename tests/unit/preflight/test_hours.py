@@ -7,9 +7,9 @@ import pytest
 from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
-from rlinf_vl.preflight.gpu_kinds import GPU_KINDS
-from rlinf_vl.preflight.hours import FAST, SLOW, Lengths, estimate_step, seconds_text, steps_of
-from rlinf_vl.preflight.model import Model
+from rlinf_vl.runtime.gpu_kinds import GPU_KINDS
+from rlinf_vl.tools.memory.hours import FAST, SLOW, Lengths, estimate_step, seconds_text, steps_of
+from rlinf_vl.tools.memory.model import Model
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 

@@ -9,7 +9,7 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.engines.base import WAKE_RESERVE_BYTES
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.preflight.ledger import (
+from rlinf_vl.tools.memory.ledger import (
     MARGIN_BYTES,
     RESERVE_BYTES,
     Gpu,
@@ -18,8 +18,8 @@ from rlinf_vl.preflight.ledger import (
     ledger,
     settled_configs,
 )
-from rlinf_vl.preflight.model import Model
-from rlinf_vl.preflight.table import render
+from rlinf_vl.tools.memory.model import Model
+from rlinf_vl.tools.memory.table import render
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30

@@ -9,13 +9,13 @@ from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.validate import validate_config
-from rlinf_vl.preflight.gpu_kinds import kind_of_size
-from rlinf_vl.preflight.gpu_parts import GIB
-from rlinf_vl.preflight.host_memory import host_memory
-from rlinf_vl.preflight.hours import estimate_step, usual_lengths
-from rlinf_vl.preflight.ledger import Hardware, ledger
-from rlinf_vl.preflight.model import Model
-from rlinf_vl.preflight.search import HOST_GIB_PER_GPU, Search
+from rlinf_vl.runtime.gpu_kinds import kind_of_size
+from rlinf_vl.tools.memory.gpu_parts import GIB
+from rlinf_vl.tools.memory.host_memory import host_memory
+from rlinf_vl.tools.memory.hours import estimate_step, usual_lengths
+from rlinf_vl.tools.memory.ledger import Hardware, ledger
+from rlinf_vl.tools.memory.model import Model
+from rlinf_vl.tools.memory.search import HOST_GIB_PER_GPU, Search
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 MIXTURE = [

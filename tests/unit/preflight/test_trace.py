@@ -9,10 +9,11 @@ from tiny import tiny_model
 from rlinf_vl.models import attention
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.kernels.attention import Matmul
+from rlinf_vl.models.known import model_config
 from rlinf_vl.models.loading import freeze, use_packed_attention
 from rlinf_vl.models.recompute import MODES, checkpoint_blocks
-from rlinf_vl.preflight.model import Weights, meta_model, model_config
-from rlinf_vl.preflight.trace import LiveBytes, pretend_cuda, trace_images, trace_step
+from rlinf_vl.tools.memory.model import Weights, meta_model
+from rlinf_vl.tools.memory.trace import LiveBytes, pretend_cuda, trace_images, trace_step
 
 FAMILY = family_of("qwen3_vl")
 GIB = 2**30

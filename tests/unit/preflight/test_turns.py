@@ -11,10 +11,10 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.engines.base import MEMORY_TAGS, release_tags
-from rlinf_vl.preflight.gpu_parts import PARTS
-from rlinf_vl.preflight.ledger import Hardware, Ledger, ledger
-from rlinf_vl.preflight.model import Model
 from rlinf_vl.runtime.ray_process import ActorsLost
+from rlinf_vl.tools.memory.gpu_parts import PARTS
+from rlinf_vl.tools.memory.ledger import Hardware, Ledger, ledger
+from rlinf_vl.tools.memory.model import Model
 
 FLAGSHIP = "qwen3-vl-2b-grpo-fsdp-geo3k"
 GIB = 2**30

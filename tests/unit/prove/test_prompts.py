@@ -12,9 +12,9 @@ from rlinf_vl.models.families import family_of
 from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.image_tokens import ImageTokens
 from rlinf_vl.models.tiles import TileImages
-from rlinf_vl.prove.prompts import prompt_figures
-from rlinf_vl.rollout import renderer
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode import renderer
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.tools.verify.prove.prompts import prompt_figures
 
 #: A template with everything that a checkpoint's may have; LLaVA's and InternVL's know images as this one does.
 TEMPLATE = """\

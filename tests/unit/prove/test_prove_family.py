@@ -21,10 +21,10 @@ from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.image_tokens import ImageTokens, mrope_positions
 from rlinf_vl.models.layers import frame_attention
 from rlinf_vl.models.vision_cache import VisionCache
-from rlinf_vl.prove.certificate import Outcome, outcomes_of
-from rlinf_vl.prove.main import RELEASED
-from rlinf_vl.prove.member import member_of, tiny_config
-from rlinf_vl.prove.proofs import Proofs
+from rlinf_vl.tools.verify.prove.certificate import Outcome, outcomes_of
+from rlinf_vl.tools.verify.prove.main import RELEASED
+from rlinf_vl.tools.verify.prove.member import member_of, tiny_config
+from rlinf_vl.tools.verify.prove.proofs import Proofs
 
 RANKS = ("two ranks", "context parallel")
 #: Paths that start processes; tests/integration/sglang has the last.

@@ -8,7 +8,7 @@ import yaml
 from recipe_doubles import FOLDER, ON_CPU, VARIANTS, double_of, in_place_of_hub
 
 from rlinf_vl.config import load_config
-from rlinf_vl.preflight.inputs import RULES
+from rlinf_vl.tools.check.inputs import RULES
 
 ROOT = Path(__file__).resolve().parents[3]
 GENERATOR = runpy.run_path(str(ROOT / "docs/generate_recipes.py"))

@@ -9,12 +9,12 @@ from recorded_step import tiny_run
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.replay_file import PlannedMiniBatch, RecordedStep
-from rlinf_vl.prove.problems import answered
-from rlinf_vl.prove.prompts import Picture
-from rlinf_vl.replay.inputs import input_traces
-from rlinf_vl.replay.run import Replay
-from rlinf_vl.replay.subject import Subject, subject_of
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.tools.verify.prove.problems import answered
+from rlinf_vl.tools.verify.prove.prompts import Picture
+from rlinf_vl.tools.verify.replay.inputs import input_traces
+from rlinf_vl.tools.verify.replay.run import Replay
+from rlinf_vl.tools.verify.replay.subject import Subject, subject_of
 from rlinf_vl.types import Request, Sample, SamplingParams
 
 

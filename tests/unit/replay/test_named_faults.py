@@ -28,10 +28,10 @@ from rlinf_vl.models.mixture import Routing
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe.replay_file import RecordedStep
-from rlinf_vl.replay.reasons import reasons_for
-from rlinf_vl.replay.run import Replay
-from rlinf_vl.replay.subject import Subject
-from rlinf_vl.replay.trained import TracedCollator
+from rlinf_vl.tools.verify.replay.reasons import reasons_for
+from rlinf_vl.tools.verify.replay.run import Replay
+from rlinf_vl.tools.verify.replay.subject import Subject
+from rlinf_vl.tools.verify.replay.trained import TracedCollator
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MAX_BYTES = 5_000_000

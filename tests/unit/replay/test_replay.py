@@ -12,10 +12,10 @@ from rlinf_vl.models.kernels import cpu
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe import replay_file
 from rlinf_vl.observe.replay_file import RecordedStep
-from rlinf_vl.replay.minimise import MAX_REPLAYS, Minimiser
-from rlinf_vl.replay.quantities import Quantity
-from rlinf_vl.replay.reasons import reasons_for
-from rlinf_vl.replay.run import ENGINE, RUN, TRAINER, Replay
+from rlinf_vl.tools.verify.replay.minimise import MAX_REPLAYS, Minimiser
+from rlinf_vl.tools.verify.replay.quantities import Quantity
+from rlinf_vl.tools.verify.replay.reasons import reasons_for
+from rlinf_vl.tools.verify.replay.run import ENGINE, RUN, TRAINER, Replay
 
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3", "gemma3"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlinf_vl.engines.torch.engine import TorchEngine
-from rlinf_vl.local.warm_start import build_toy_checkpoint
+from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, vocab_size
 from rlinf_vl.models.processing import PixelCache, Processor

@@ -48,7 +48,7 @@ def test_dropped_thoughts_make_sequences_that_share_what_they_can(
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy.processor.tokenizer, "chat_template", DROPS)
-        patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+        patch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", END)
         groups, asked = conversations(toy, seed, turns, images, longest)
     assert_accounted(toy, groups, asked)
     assert_scored_alike(toy, groups)
@@ -98,7 +98,7 @@ def test_conversations_go_on_while_weights_come(toy, updating, template):
     with pytest.MonkeyPatch.context() as patch:
         if template:
             patch.setattr(toy.processor.tokenizer, "chat_template", template)
-            patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+            patch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", END)
         groups, asked = conversations(toy, 20, 4, 2, 20)
     assert_accounted(toy, groups, asked)
     assert assert_explained(toy, updating(), groups) > 3
@@ -112,7 +112,7 @@ def test_rows_with_states_are_accounted_alike(recurrent_toy, template):
     with pytest.MonkeyPatch.context() as patch:
         if template:
             patch.setattr(toy.processor.tokenizer, "chat_template", template)
-            patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+            patch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", END)
         groups, asked = conversations(toy, 20, 6, 2, 12)
     assert_accounted(toy, groups, asked)
     assert_scored_alike(toy, groups)
@@ -124,7 +124,7 @@ def test_both_kinds_of_answers_and_of_histories_occur(toy):
     """Or the two above would show nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy.processor.tokenizer, "chat_template", DROPS)
-        patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+        patch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", END)
         groups, _ = conversations(toy, 20, 6, 2, 12)
     trajectories = [t for group in groups for t in group.trajectories]
     assert {turn.finish_reason for t in trajectories for turn in t.turns} == {"stop", "length"}
@@ -146,7 +146,7 @@ def test_both_kinds_of_answers_and_of_histories_occur(toy):
 def test_the_budget_bounds_all_sequences_of_a_trajectory_together(toy):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy.processor.tokenizer, "chat_template", DROPS)
-        patch.setattr("rlinf_vl.rollout.renderer.END_THINK", END)
+        patch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", END)
         groups, asked = conversations(toy, 7, 6, 2, 8, seq_length=150)
     assert_accounted(toy, groups, asked)
     sizes = [

@@ -10,15 +10,15 @@ from agent_groups import play
 from scripted_engine import Scripted
 from task_app import Relay, TaskApp
 
-from rlinf_vl.agents.app_driver import AppDriver, address_towards
 from rlinf_vl.envs.app_client import AppClient
+from rlinf_vl.extras.agents.app_driver import AppDriver, address_towards
+from rlinf_vl.extras.agents.player import AgentPlayer
+from rlinf_vl.extras.agents.session import AgentLimits
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.agent_player import AgentPlayer
-from rlinf_vl.rollout.agent_session import AgentLimits
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import SamplingParams
 
 TOKEN = "a-long-secret"

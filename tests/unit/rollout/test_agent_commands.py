@@ -13,15 +13,15 @@ import pytest
 from agent_groups import play
 from scripted_engine import Scripted
 
-from rlinf_vl.agents.command_guard import sweep_ended
-from rlinf_vl.agents.drivers import MARK, CommandDriver
+from rlinf_vl.extras.agents.command_guard import sweep_ended
+from rlinf_vl.extras.agents.drivers import MARK, CommandDriver
+from rlinf_vl.extras.agents.player import AgentPlayer
+from rlinf_vl.extras.agents.session import AgentLimits
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.agent_player import AgentPlayer
-from rlinf_vl.rollout.agent_session import AgentLimits
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import SamplingParams
 
 COMMAND = [sys.executable, "-S", str(Path(__file__).parents[2] / "command_agent.py")]
@@ -103,9 +103,9 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(monkeypatch, pro
 def test_nothing_is_left_of_a_killed_worker_but_for_the_next_start(tmp_path):
     code = f"""
 import asyncio
-from rlinf_vl.agents.contract import AgentTask
-from rlinf_vl.agents.command_guard import sweep_ended
-from rlinf_vl.agents.drivers import CommandDriver
+from rlinf_vl.extras.agents.contract import AgentTask
+from rlinf_vl.extras.agents.command_guard import sweep_ended
+from rlinf_vl.extras.agents.drivers import CommandDriver
 from rlinf_vl.types import Problem
 command = ["sh", "-c", "setsid sleep 1000 & echo $! > {tmp_path}/pid; sleep 1000"]
 driver = CommandDriver(command, 600.0, 1.0)

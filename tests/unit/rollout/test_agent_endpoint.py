@@ -18,19 +18,19 @@ from episodes import encoded, picture
 from PIL import Image
 from scripted_engine import Scripted
 
-from rlinf_vl.agents import chat
-from rlinf_vl.agents import endpoint as room
-from rlinf_vl.agents.contract import data_uri
-from rlinf_vl.agents.endpoint import Endpoint
 from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.images import to_image_ref
+from rlinf_vl.extras.agents import chat
+from rlinf_vl.extras.agents import endpoint as room
+from rlinf_vl.extras.agents.contract import data_uri
+from rlinf_vl.extras.agents.endpoint import Endpoint
+from rlinf_vl.extras.agents.first_calls import FirstCalls
+from rlinf_vl.extras.agents.session import AgentLimits, AgentSession
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.agent_session import AgentLimits, AgentSession
-from rlinf_vl.rollout.first_calls import FirstCalls
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.rollout_state import RolloutState
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.rollout_state import RolloutState
 from rlinf_vl.types import Problem, SamplingParams, distinct_tokens
 
 SHOWN = encoded(picture(48, 32, 9))

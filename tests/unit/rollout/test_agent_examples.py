@@ -9,20 +9,20 @@ from episodes import Maker, encoded, make_player
 from PIL import Image
 from scripted_engine import Scripted
 
-from rlinf_vl.agents.drivers import FunctionDriver
 from rlinf_vl.config import load_config
+from rlinf_vl.extras.agents.drivers import FunctionDriver
+from rlinf_vl.extras.agents.player import AgentPlayer
+from rlinf_vl.extras.agents.session import AgentLimits
+from rlinf_vl.extras.toy import drawings
+from rlinf_vl.extras.toy.rectangle_tool import RectangleTool
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.preflight.inputs import RULES
 from rlinf_vl.rewards import grade_math
-from rlinf_vl.rollout.agent_player import AgentPlayer
-from rlinf_vl.rollout.agent_session import AgentLimits
-from rlinf_vl.rollout.env_executor import ThreadExecutor
-from rlinf_vl.rollout.generation_client import GenerationClient
-from rlinf_vl.rollout.group_player import EpisodeSettings
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy import drawings
-from rlinf_vl.toy.rectangle_tool import RectangleTool
+from rlinf_vl.rollout.episode.env_executor import ThreadExecutor
+from rlinf_vl.rollout.episode.generation_client import GenerationClient
+from rlinf_vl.rollout.episode.group_player import EpisodeSettings
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.tools.check.inputs import RULES
 from rlinf_vl.types import Problem, SamplingParams
 
 ROOT = Path(__file__).parents[3]

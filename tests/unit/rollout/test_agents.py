@@ -24,8 +24,8 @@ from PIL import Image
 from summaries import values
 
 from rlinf_vl.data.images import to_image_ref
-from rlinf_vl.rollout import agent_player as agent_module
-from rlinf_vl.rollout.agent_session import _pixel_digest
+from rlinf_vl.extras.agents import player as agent_module
+from rlinf_vl.extras.agents.session import _pixel_digest
 from rlinf_vl.types import GroupSummary
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from rlinf_vl.config.imitation import imitation_config
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.extras.sft.demonstrations import Demonstrations, imitated_trajectory, try_rows
+from rlinf_vl.extras.toy.drawings import toy_rows
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.demonstrations import Demonstrations, imitated_trajectory, try_rows
-from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy.drawings import toy_rows
+from rlinf_vl.rollout.episode.observation import Observation
+from rlinf_vl.rollout.episode.renderer import Renderer
 
 IMAGES = [row["images"][0]["bytes"] for row in toy_rows("val")[:3:2]]
 #: Two pictures, three answers; the second one is not imitated, the first spells a special token.

@@ -11,8 +11,8 @@ from episodes import AsyncFaulty, Faulty, Maker, Talk, make_player, message_of, 
 
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import StepResult
-from rlinf_vl.rollout.group_sampler import MAX_HUNG
-from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.rollout.episode.group_sampler import MAX_HUNG
+from rlinf_vl.rollout.pool.worker import RolloutRank
 from rlinf_vl.types import SamplingParams
 
 LIMIT_S = 4.0

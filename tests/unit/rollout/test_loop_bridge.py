@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from rlinf_vl.rollout.loop_bridge import LoopBridge, asyncio_future, loop_bridge, wait_done
+from rlinf_vl.rollout.episode.loop_bridge import LoopBridge, asyncio_future, loop_bridge, wait_done
 
 
 def test_what_threads_put_is_called_in_the_loop_in_order_and_wakes_it_once():

@@ -20,10 +20,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf_vl.rollout import elasticity, supervisor, updates
-from rlinf_vl.rollout.slot import Place, SlotState, WorkerDied, WorkersLost
-from rlinf_vl.rollout.submission import GroupArrived, GroupsResent, SubmissionEnded, Task
-from rlinf_vl.rollout.supervisor import Supervisor
+from rlinf_vl.rollout.pool import elasticity, supervisor, updates
+from rlinf_vl.rollout.pool.slot import Place, SlotState, WorkerDied, WorkersLost
+from rlinf_vl.rollout.pool.submission import GroupArrived, GroupsResent, SubmissionEnded, Task
+from rlinf_vl.rollout.pool.supervisor import Supervisor
 from rlinf_vl.weights.sender import Snapshot
 
 EVENTS = int(os.environ.get("MEMBERSHIP_EVENTS", "5000"))

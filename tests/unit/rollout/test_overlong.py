@@ -15,10 +15,10 @@ from episodes import Maker, encoded, make_player, message_of, picture, play
 from rlinf_vl.config import load_config
 from rlinf_vl.data.unusable import PROMPT_TOO_LONG, RowError
 from rlinf_vl.envs import StepResult
-from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.request_builder import cut
-from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.rollout.episode.observation import Observation
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.request_builder import cut
+from rlinf_vl.rollout.pool.worker import RolloutRank
 from rlinf_vl.types import Problem, SamplingParams
 
 PICTURES = [

@@ -29,8 +29,8 @@ from rlinf_vl.models.processing import Processor
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import GradingTimeout
 from rlinf_vl.rewards.scoring import Score
-from rlinf_vl.rollout.privileged import privileged_text
-from rlinf_vl.rollout.rollout_state import RolloutState
+from rlinf_vl.rollout.episode.privileged import privileged_text
+from rlinf_vl.rollout.episode.rollout_state import RolloutState
 from rlinf_vl.types import GroupSummary, Problem, Request, Sample, SamplingParams
 
 FAMILY = family_of("qwen3_vl")
@@ -908,7 +908,9 @@ def test_a_fault_is_logged_once_with_the_traceback_of_the_users_code(processor, 
     for _ in range(2):
         _, summary = play(player, n=4)
         assert len(values(summary, "error")) == 4
-    (record,) = [record for record in caplog.records if record.name == "rlinf_vl.rollout.faults"]
+    (record,) = [
+        record for record in caplog.records if record.name == "rlinf_vl.rollout.episode.faults"
+    ]
     text = record.getMessage()
     assert (
         text.count("Traceback") == 1

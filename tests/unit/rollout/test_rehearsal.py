@@ -9,7 +9,7 @@ import pytest
 from rlinf_vl.__main__ import main
 from rlinf_vl.config import load_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.rollout.rehearsal import rehearse
+from rlinf_vl.tools.check.rehearsal import rehearse
 
 CODE = '''
 from rlinf_vl.envs import StepResult

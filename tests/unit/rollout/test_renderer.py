@@ -12,9 +12,9 @@ from PIL import Image
 
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.observation import Observation
-from rlinf_vl.rollout.renderer import END_THINK, Renderer
-from rlinf_vl.rollout.text_encoder import TextEncoder
+from rlinf_vl.rollout.episode.observation import Observation
+from rlinf_vl.rollout.episode.renderer import END_THINK, Renderer
+from rlinf_vl.rollout.episode.text_encoder import TextEncoder
 from rlinf_vl.types import ImageRef
 
 
@@ -385,7 +385,7 @@ def test_the_ids_behind_thoughts_are_those_that_were_sampled(processor, monkeypa
     """Also if one token ends the thoughts and begins what is said."""
     monkeypatch.setattr(processor.tokenizer, "chat_template", DROPS)
     # "Wh" + "at": no token of the tokenizer spans them.
-    monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "h")
+    monkeypatch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", "h")
     renderer = Renderer(processor)
     whole = processor.tokenizer("What", add_special_tokens=False)["input_ids"]
     text, ids = renderer._split_thoughts(

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf_vl.rollout import elasticity, submission, updates
-from rlinf_vl.rollout import supervisor as module
-from rlinf_vl.rollout.slot import Place, SlotState
-from rlinf_vl.rollout.submission import Task
-from rlinf_vl.rollout.supervisor import Supervisor, WorkerDied, WorkersLost
+from rlinf_vl.rollout.pool import elasticity, submission, updates
+from rlinf_vl.rollout.pool import supervisor as module
+from rlinf_vl.rollout.pool.slot import Place, SlotState
+from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.pool.supervisor import Supervisor, WorkerDied, WorkersLost
 from rlinf_vl.weights.sender import Snapshot
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlinf_vl.engines.base import EngineDied
-from rlinf_vl.rollout.worker import RolloutRank
+from rlinf_vl.rollout.pool.worker import RolloutRank
 from rlinf_vl.weights.buckets import WeightsDiffer, fingerprint, pack
 from rlinf_vl.weights.object_store import ObjectStoreStrategy
 from rlinf_vl.weights.sender import Offer

@@ -11,7 +11,7 @@ from thinking import OPENS, TURNS, assert_pieces, thinking
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.observe.trajectories import layout
-from rlinf_vl.rollout.renderer import Renderer
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import GroupSummary
 
 KNOWS = (
@@ -59,7 +59,7 @@ def test_what_is_thought_and_what_is_said(
 
 
 def test_a_token_that_ends_thoughts_and_begins_what_is_said(toy, monkeypatch):
-    monkeypatch.setattr("rlinf_vl.rollout.renderer.END_THINK", "ha")
+    monkeypatch.setattr("rlinf_vl.rollout.episode.renderer.END_THINK", "ha")
     # "Wh", "at".
     whole = np.array(
         toy.processor.tokenizer("What", add_special_tokens=False)["input_ids"], np.int32
@@ -160,7 +160,9 @@ def test_a_second_thought_has_a_budget_too(toy, monkeypatch):
     ((begin, _), *_) = Counter(
         i for answer in answers(None) for i in answer if i not in toy.processor.stop_ids
     ).most_common()
-    monkeypatch.setattr("rlinf_vl.rollout.renderer.THINK", tokenizer.convert_ids_to_tokens(begin))
+    monkeypatch.setattr(
+        "rlinf_vl.rollout.episode.renderer.THINK", tokenizer.convert_ids_to_tokens(begin)
+    )
     closing = Renderer(toy.processor).closing.tolist()
     several = 0
     for answer in answers(3):

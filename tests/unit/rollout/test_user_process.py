@@ -17,15 +17,15 @@ import psutil
 import pytest
 from PIL import Image
 
-from rlinf_vl.agents.contract import AgentResult, result_of
+from rlinf_vl.extras.agents.contract import AgentResult, result_of
 from rlinf_vl.envs import StepResult
 from rlinf_vl.rewards import GradingError
-from rlinf_vl.rollout import env_processes, user_process
-from rlinf_vl.rollout.env_executor import CallTimeout, ThreadExecutor
-from rlinf_vl.rollout.env_processes import EnvHost, ProcessEnv
-from rlinf_vl.rollout.faults import FaultLog, UserCodeError
-from rlinf_vl.rollout.observation import plain_result, portable_result
-from rlinf_vl.rollout.user_process import (
+from rlinf_vl.rollout.episode import env_processes, user_process
+from rlinf_vl.rollout.episode.env_executor import CallTimeout, ThreadExecutor
+from rlinf_vl.rollout.episode.env_processes import EnvHost, ProcessEnv
+from rlinf_vl.rollout.episode.faults import FaultLog, UserCodeError
+from rlinf_vl.rollout.episode.observation import plain_result, portable_result
+from rlinf_vl.rollout.episode.user_process import (
     ProcessDied,
     UserProcess,
     UserProcessPool,
@@ -333,7 +333,7 @@ def test_it_ends_with_the_process_that_started_it():
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from test_user_process import Wild
-from rlinf_vl.rollout.user_process import UserProcess
+from rlinf_vl.rollout.episode.user_process import UserProcess
 async def main():
     process = UserProcess(Wild, 60.0)
     print(await process.call("pid"), flush=True)

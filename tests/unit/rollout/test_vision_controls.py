@@ -14,8 +14,8 @@ from rlinf_vl.data.vision_controls import (
     choose_donors,
     hide_rectangle,
 )
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.rollout.request_builder import RequestBuilder
+from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.request_builder import RequestBuilder
 from rlinf_vl.types import Problem
 
 RNG = np.random.default_rng(3)

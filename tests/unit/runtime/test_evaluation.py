@@ -8,7 +8,7 @@ import pytest
 from rlinf_vl.config import save_config
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.runtime.evaluation import evaluation_config
+from rlinf_vl.extras.eval.config import evaluation_config
 
 
 def evaluated(*overrides, samples=1):

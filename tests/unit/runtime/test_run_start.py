@@ -17,7 +17,7 @@ import pytest
 from rlinf_vl.config import load_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.lines import EventLog
-from rlinf_vl.report.run_files import read_run
+from rlinf_vl.observe.run_files import read_run
 from rlinf_vl.runtime.checkpoints import checkpoints, find_checkpoint, load_state, save_checkpoint
 from rlinf_vl.runtime.run_folder import locked, open_folder, run_folder
 

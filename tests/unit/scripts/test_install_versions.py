@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.preflight import packages
+from rlinf_vl.runtime import packages
 
 ROOT = Path(__file__).resolve().parents[3]
 TORCH = re.findall(
@@ -18,7 +18,7 @@ TORCH = re.findall(
 NEWER = "2.15.0"
 #: Modules that an environment imports once before it is ready.
 IMPORTED = (
-    *("actor.worker", "rollout.worker", "controller.supervise"),
+    *("actor.worker", "rollout.pool.worker", "driver.supervise"),
     *("local.warm_start", "report.build"),
 )
 #: Distribution → module of what `verify` looks at, beside torch.
@@ -98,8 +98,8 @@ class Tree:
         self.root, self.wheels, self.venv = folder / "root", folder / "wheels", folder / "env"
         self.wheels.mkdir()
         (self.root / "requirements").mkdir(parents=True)
-        (self.root / "rlinf_vl/preflight").mkdir(parents=True)
-        for name in ("requirements/install.sh", "rlinf_vl/preflight/packages.py"):
+        (self.root / "rlinf_vl/tools/memory").mkdir(parents=True)
+        for name in ("requirements/install.sh", "rlinf_vl/runtime/packages.py"):
             (self.root / name).write_text((ROOT / name).read_text())
         (self.root / "rlinf_vl/__init__.py").touch()
         for module in IMPORTED:
@@ -172,7 +172,7 @@ def test_what_another_pip_moved_is_told_and_put_back_and_no_broken_torchvision_s
     )
     stamp = tree.venv / packages.STAMP
     said = tree.run(
-        tree.venv / "bin/python", "-P", tree.root / "rlinf_vl/preflight/packages.py", "moved", stamp
+        tree.venv / "bin/python", "-P", tree.root / "rlinf_vl/runtime/packages.py", "moved", stamp
     )
     assert said.splitlines() == [f"torch {TORCH} {NEWER}", "transformers 1.0 2.0"]
     said = tree.install()

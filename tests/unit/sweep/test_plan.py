@@ -6,7 +6,7 @@ import pytest
 
 from rlinf_vl.config import load_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.sweep.plan import NAME_LENGTH, check_sweep, plan_sweep, write_sweep
+from rlinf_vl.tools.sweep.plan import NAME_LENGTH, check_sweep, plan_sweep, write_sweep
 
 
 def plan(tmp_path, *overrides, name="sweep"):

@@ -9,13 +9,13 @@ import pytest
 from demonstration_batch import demonstrated_sequences
 
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.local.warm_start import build_toy_checkpoint
+from rlinf_vl.extras.toy import buttons
+from rlinf_vl.extras.toy.buttons import Page
+from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.observation import observe
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy import buttons
-from rlinf_vl.toy.buttons import Page
+from rlinf_vl.rollout.episode.observation import observe
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Problem
 
 TEXT = "red00 green13 blue32"

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from demonstration_batch import demonstrated_sequences
 
-from rlinf_vl.local.warm_start import build_toy_checkpoint
+from rlinf_vl.extras.toy import maze
+from rlinf_vl.extras.toy.maze import MAX_TURNS, Maze, Position
+from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.rollout.observation import observe
-from rlinf_vl.rollout.renderer import Renderer
-from rlinf_vl.toy import maze
-from rlinf_vl.toy.maze import MAX_TURNS, Maze, Position
+from rlinf_vl.rollout.episode.observation import observe
+from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.types import Problem
 
 #: Column 1 is a wall but for the bottom row.

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlinf_vl.config.toys import TOYS
+from rlinf_vl.extras.toy import drawings, files
+from rlinf_vl.extras.toy.rectangle_tool import TOY, RectangleTool, demonstrate
 from rlinf_vl.rewards import math_verdict
-from rlinf_vl.toy import drawings, files
-from rlinf_vl.toy.rectangle_tool import TOY, RectangleTool, demonstrate
 from rlinf_vl.types import Problem
 
 PROBLEM = Problem("p:0", ({"role": "user", "content": "What is the area?"},), "\\boxed{18}")

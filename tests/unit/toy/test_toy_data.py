@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.data.cache import build_once
-from rlinf_vl.toy import drawings as toy
-from rlinf_vl.toy.task import toy_dataset_path
+from rlinf_vl.extras.toy import drawings as toy
+from rlinf_vl.extras.toy.task import toy_dataset_path
 
 
 @pytest.fixture(scope="module")

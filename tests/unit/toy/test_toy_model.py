@@ -13,13 +13,13 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen3VLForC
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rlinf_vl.data.images import decode
-from rlinf_vl.local import warm_start
+from rlinf_vl.extras.toy import drawings as task
+from rlinf_vl.extras.toy import files as toy_files
+from rlinf_vl.extras.toy import model as toy
+from rlinf_vl.extras.toy import warm_start
+from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
+from rlinf_vl.extras.toy.task import toy_of
 from rlinf_vl.models.processing import PixelCache
-from rlinf_vl.toy import drawings as task
-from rlinf_vl.toy import files as toy_files
-from rlinf_vl.toy import model as toy
-from rlinf_vl.toy.checkpoint import toy_checkpoint_path
-from rlinf_vl.toy.task import toy_of
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 

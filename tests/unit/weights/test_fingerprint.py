@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf_vl.preflight.trace import LiveBytes
+from rlinf_vl.tools.memory.trace import LiveBytes
 from rlinf_vl.weights import buckets as module
 from rlinf_vl.weights.buckets import WeightsDiffer, fingerprint, pack, unpack
 

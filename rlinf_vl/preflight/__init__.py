@@ -1,1 +1,0 @@
-"""Checks before a run: inputs, machine, and the memory that each phase of a step takes."""

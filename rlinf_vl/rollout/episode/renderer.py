@@ -1,0 +1,452 @@
+"""Renders messages to token ids with the checkpoint's chat template, turn by turn.
+
+Invariants:
+- Control tokens and image placeholders come from the template alone. Text of a message that looks
+  like one is encoded as ordinary text.
+- Sampled ids are never decoded and encoded again, because other ids may have the same text. The
+  next prompt appends to them; only if the template rewrites the history does a new sequence begin.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from rlinf_vl.config.chat_template import unnamed_variables
+from rlinf_vl.data.clips import is_clip
+from rlinf_vl.errors import ConfigError
+from rlinf_vl.models.byte_cache import ByteCache, text_bytes
+from rlinf_vl.models.processing import Processor
+from rlinf_vl.rollout.episode.observation import Observation
+from rlinf_vl.rollout.episode.placeholders import expand_images, with_video_parts
+from rlinf_vl.rollout.episode.text_encoder import TextEncoder
+from rlinf_vl.types import ImageRef, Message
+
+#: The marks that enclose thoughts in an answer's text.
+THINK, END_THINK = "<think>", "</think>"
+#: Capacity of the cache of rendered prompts, in bytes.
+RENDERED_BYTES = 2**26
+#: The bytes for which the characters of byte-level vocabularies stand.
+_BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
+#: A minimal conversation, to try out the template.
+_QUESTION: list[Message] = [{"role": "user", "content": "a"}]
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """The thoughts of an answer.
+
+    Attributes:
+        tokens: the number of the answer's leading tokens that are thoughts, marks included.
+        open: the number of tokens before a thought that is not closed; None if none is open.
+        reply: the text after the thoughts; "" while one is open.
+    """
+
+    tokens: int
+    open: int | None
+    reply: str
+
+
+class Renderer:
+    """The chat template of a `Processor`'s tokenizer. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        thinking: str = "auto",
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            thinking: the template's option enable_thinking, "on" or "off"; "auto" leaves it out.
+            template_variables: further ones, as `rollout.chat_template_kwargs`.
+
+        Raises:
+            ConfigError: the template ignores one of them.
+        """
+        self.processor = processor
+        self._tokenizer = processor.tokenizer
+        self._encoder = TextEncoder(processor)
+        template = self._tokenizer.chat_template
+        self._options = dict(template_variables or {})
+        # A checkpoint may have several templates by name.
+        template_text = template if isinstance(template, str) else json.dumps(template)
+        if problems := list(unnamed_variables(self._options, template_text)):
+            raise ConfigError(*problems)
+        if thinking != "auto":
+            self._options["enable_thinking"] = thinking == "on"
+            with_thinking = self._render(_QUESTION, enable_thinking=True)
+            is_ignored = with_thinking == self._render(_QUESTION, enable_thinking=False)
+            # A template that always opens a thought needs no option for "on".
+            if is_ignored and not (thinking == "on" and self.begins_with_thoughts):
+                always = (
+                    ", and has every answer begin with thoughts"
+                    if self.begins_with_thoughts
+                    else ""
+                )
+                raise ConfigError(
+                    f"rollout.thinking.mode: {thinking}, but the checkpoint's chat template "
+                    f"doesn't know enable_thinking{always}; set rollout.thinking.mode=auto, or "
+                    "name a checkpoint whose template knows it"
+                )
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        images: Sequence[ImageRef],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode messages and a generation prompt.
+
+        The placeholder of each image is repeated once per token of the image.
+
+        Args:
+            tools: OpenAI's descriptions of functions, which the template shows.
+
+        Returns:
+            (ids int32 [P], grids int32 [len(images), 3]).
+
+        Raises:
+            ValueError: the rendered prompt does not hold one placeholder per image, or the template
+                shows no tools.
+        """
+        if tools and self._render(_QUESTION, tools) == self._render(_QUESTION):
+            raise ValueError(
+                "the checkpoint's chat template does not show tools; describe them in a message"
+            )
+        marked, mark, _ = self._encoder.mark_special(messages, 0, tools)
+        clips = filter(is_clip, images)
+        return self._expand(self._encoder.encode(self._render(*marked), mark, clips), images)
+
+    def conversation(
+        self, messages: Sequence[Message], images: Sequence[ImageRef], imitated: Sequence[int]
+    ) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
+        """Encode a conversation that ends with an answer, as if the answers to imitate had been
+        sampled: each behind the prompt that the policy would have got there, encoded on its own,
+        with the token that ends its turn.
+
+        Args:
+            messages: the assistant's have a text as content.
+            imitated: the indices of the messages to imitate, in order, the last one among them.
+
+        Returns:
+            (ids int32 [T], (start, end) of each of these answers, grids int32 [len(images), 3]).
+
+        Raises:
+            ValueError: as `prompt`; or the template changes an answer (it drops the thoughts of
+                earlier ones, say), renders what comes before it in another way when the
+                conversation goes on, or writes no stop token after it.
+        """
+        (marked, _), text_mark, end_marks = self._encoder.mark_special(messages, len(imitated))
+        rendered = self._render(marked, add_generation_prompt=False)
+        prompts = [self._render(marked[:i]) for i in imitated]
+        contents = [marked[i]["content"] for i in imitated]
+        for i, end_mark in zip(imitated, end_marks, strict=True):
+            marked[i]["content"] += end_mark
+        marked_text = self._render(marked, add_generation_prompt=False)
+        stop_texts = [self.token_text(stop_id) for stop_id in self.processor.stop_ids]
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        position = 0  # in `rendered`, up to where `ids` reach
+        clips = filter(is_clip, images)
+        for k, (i, prompt, content) in enumerate(zip(imitated, prompts, contents, strict=True)):
+            own_row = "give the conversation up to there as a row of its own"
+            if not rendered.startswith(prompt) or len(prompt) < position:
+                raise ValueError(
+                    f"the checkpoint's chat template renders what comes before message {i + 1} in "
+                    f"another way once the conversation goes on; {own_row}"
+                )
+            # Without the marks of the answers before this one.
+            end = marked_text.find(end_marks[k]) - k
+            if not rendered[len(prompt) : max(end, 0)].endswith(content):
+                raise ValueError(
+                    f"the checkpoint's chat template changes message {i + 1} (it trims white "
+                    "space, or drops the thoughts of an earlier answer); write it as the template "
+                    f"leaves it, or {own_row}, with weight 0 for the answers before"
+                )
+            stop = next((text for text in stop_texts if rendered.startswith(text, end)), None)
+            if stop is None:
+                raise ValueError(
+                    f"the checkpoint's chat template writes {rendered[end : end + 20]!r} after "
+                    f"message {i + 1}, and none of its stop tokens, {', '.join(stop_texts)}: the "
+                    "policy would learn never to end"
+                )
+            ids += self._encoder.encode(rendered[position : len(prompt)], text_mark, clips)
+            start, position = len(ids), end + len(stop)
+            ids += self._encoder.encode(rendered[len(prompt) : position], text_mark)
+            spans.append((start, len(ids)))
+        expanded, lengths = expand_images(self.processor, ids, images)
+        # An image's placeholder stands for several tokens.
+        positions = np.append(0, np.cumsum(lengths)).tolist()
+        return (
+            expanded,
+            [(positions[start], positions[end]) for start, end in spans],
+            self._grids(images),
+        )
+
+    def follow(
+        self, ids: np.ndarray, start: Observation, turns: Sequence[tuple[np.ndarray, Observation]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the prompt of the next turn: the whole conversation, and a generation prompt.
+
+        If the template leaves everything up to the last answer unchanged, the prompt begins with
+        `ids`. Then follow the end of the turn (unless the answer ended with it), the template's
+        text between turns, and the last observation. If the template rewrites the history (it
+        drops the thoughts of earlier answers, for example), everything is encoded anew, except the
+        replies after the thoughts, which keep their sampled ids.
+
+        Args:
+            ids: the last turn's prompt and answer, int32 [T].
+            start: the conversation's first observation.
+            turns: for each answer, its sampled ids int32 [R] and the observation after it.
+
+        Returns:
+            (ids int32 [P], grids int32 [n, 3] of all images).
+
+        Raises:
+            ValueError: as `prompt`.
+        """
+        # (text of the thoughts, ids of the reply) of each answer. The template gets the thoughts as
+        # text, as it may drop them, and a mark in place of the reply, whose ids replace it later.
+        answers = [self._split_thoughts(sampled) for sampled, _ in turns]
+        observations = [start, *(observation for _, observation in turns)]
+        last_answer, last_observation = turns[-1]
+        messages, answer_indices = list(start.messages), []
+        for (thoughts, _), observation in zip(answers, observations[1:], strict=True):
+            answer_indices.append(len(messages))
+            messages += [{"role": "assistant", "content": thoughts}, *observation.messages]
+        (marked, tools), text_mark, reply_marks = self._encoder.mark_special(
+            messages, len(turns), start.tools
+        )
+        for index, reply_mark in zip(answer_indices, reply_marks, strict=True):
+            marked[index]["content"] += reply_mark
+        last_index = answer_indices[-1]
+        unchanged = self._render(marked[:last_index], tools) + marked[last_index]["content"]
+        rendered = self._render(marked, tools)
+        if rendered.startswith(unchanged):
+            new_clips = filter(is_clip, last_observation.images)
+            new_ids = self._encoder.encode(rendered[len(unchanged) :], text_mark, new_clips)
+            stop_ids = self.processor.stop_ids
+            has_ended = bool(len(last_answer)) and ids[-1] in stop_ids
+            # If the answer ended with a stop id, the template must write one here, too (perhaps
+            # another, which is appended). Otherwise the two can't be joined.
+            if not has_ended or new_ids[:1] and new_ids[0] in stop_ids:
+                if has_ended and ids[-1] == new_ids[0]:
+                    new_ids = new_ids[1:]
+                new_ids, new_grids = self._expand(new_ids, last_observation.images)
+                thoughts, reply_ids = answers[-1]
+                parts = [ids, new_ids]
+                is_cut = thoughts and not reply_ids and self.thoughts(last_answer).open is not None
+                if is_cut and not has_ended:
+                    # The answer was cut within a thought; the template got the thought closed.
+                    parts = [ids, self.closing, new_ids]
+                grids = self._grids(_images(observations[:-1]))
+                return np.concatenate(parts), np.concatenate([grids, new_grids])
+        rewritten: list[int] = []
+        images = _images(observations)
+        clips = filter(is_clip, images)
+        for piece in re.split(f"([{''.join(reply_marks)}])", rendered):
+            if piece in reply_marks:
+                rewritten += answers[reply_marks.index(piece)][1]
+            else:
+                rewritten += self._encoder.encode(piece, text_mark, clips)
+        return self._expand(rewritten, images)
+
+    def thoughts(self, answer: np.ndarray) -> Thoughts:
+        """Find the thoughts of an answer, int32 [R].
+
+        They are everything up to the last `</think>`, or the whole answer while a thought is open.
+        A thought begins with `<think>`, or with the answer if the generation prompt ends with
+        that mark.
+        """
+        text = None if self._marks.keys() >= {THINK, END_THINK} else self._text(answer)
+        begin, end = self._last(THINK, answer, text), self._last(END_THINK, answer, text)
+        if begin is not None and (end is None or begin[0] >= end[1]):
+            return Thoughts(len(answer), begin[0], "")
+        if end is None:
+            opened = self.begins_with_thoughts
+            return (
+                Thoughts(len(answer), 0, "")
+                if opened
+                else Thoughts(0, None, self.processor.decode(answer))
+            )
+        # The token that ends the mark may go on with the reply's first characters.
+        mark_ids = answer[end[0] : end[1]]
+        reply_start = self._text(mark_ids).rpartition(END_THINK)[2]
+        reply = (reply_start + self.processor.decode(answer[end[1] :])).lstrip()
+        return Thoughts(end[1], None, reply)
+
+    def thought_text(self, answer: np.ndarray) -> str:
+        """Return the text of an answer's thoughts without their marks; "" if it has none."""
+        text = self._text(answer[: self.thoughts(answer).tokens])
+        return text.replace(THINK, "").replace(END_THINK, "").strip()
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, special ones included."""
+        return self._text(np.array([token_id]))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of one token, which may be parts of a character; None: not known."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        # The two forms of vocabularies: a byte as <0xE2>, or each byte as a character.
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            return bytes.fromhex(byte[1])
+        if all(character in _BYTE_OF_CHARACTER for character in token):
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        return None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode a text that the policy is made to begin with, int32 [n]."""
+        return np.array(self._encoder.encode_plain(text), np.int32)
+
+    def count_tokens(self, content: str | Sequence[dict[str, Any]]) -> int:
+        """Return the number of tokens of a message's texts."""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        return sum(len(self._encoder.encode_plain(part.get("text", ""))) for part in parts)
+
+    @property
+    def think_id(self) -> int | None:
+        """The id of `<think>`, None if it is several tokens."""
+        return self._marks.get(THINK)
+
+    @cached_property
+    def closing(self) -> np.ndarray:
+        """The ids that close a thought, int32 [n]."""
+        return self.encode(f"\n{END_THINK}\n\n")
+
+    def _last(self, mark: str, ids: np.ndarray, text: str | None) -> tuple[int, int] | None:
+        """Find the last occurrence of a mark; return its first token and the one after it.
+
+        A mark with an id of its own is found by that. Any other is searched for in `text`, the
+        text of the ids, and located by bisection over its tokens.
+        """
+        if mark in self._marks:
+            indices = np.flatnonzero(ids == self._marks[mark])
+            return (int(indices[-1]), int(indices[-1]) + 1) if len(indices) else None
+        if text is None or mark not in text:
+            return None
+        first = bisect_left(
+            range(len(ids)), True, key=lambda i: mark not in self._text(ids[i + 1 :])
+        )
+        ends = range(first + 1, len(ids) + 1)
+        return first, ends[
+            bisect_left(ends, True, key=lambda end: mark in self._text(ids[first:end]))
+        ]
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """The ids of the marks that are one token."""
+        vocabulary = self._tokenizer.get_vocab()
+        return {mark: vocabulary[mark] for mark in (THINK, END_THINK) if mark in vocabulary}
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def _split_thoughts(self, sampled: np.ndarray) -> tuple[str, list[int]]:
+        """Split an answer: the text of its thoughts with the closing mark, and the reply's ids.
+
+        A stop id at its end is left out. A thought that was cut is closed.
+        """
+        stop_ids = np.array(self.processor.stop_ids)
+        has_stop_id = (sampled[-1:] == stop_ids[:, None]).any()
+        ids = sampled[: len(sampled) - has_stop_id]
+        text = self.processor.decode(ids)
+        thoughts, end_mark, tail = text.rpartition(END_THINK)
+        if not end_mark:
+            is_cut = self.begins_with_thoughts or text.lstrip().startswith(THINK)
+            return (f"{text}\n{END_THINK}\n\n", []) if is_cut else ("", ids.tolist())
+        reply = tail.lstrip()
+        # The first token whose text lies within the reply.
+        first = bisect_left(
+            range(len(ids)), True, key=lambda i: len(self.processor.decode(ids[i:])) <= len(reply)
+        )
+        # A token that ends the thoughts may hold the reply's first characters, which alone are
+        # encoded again.
+        split_text = reply[: len(reply) - len(self.processor.decode(ids[first:]))]
+        thoughts_text = thoughts + end_mark + tail[: len(tail) - len(reply)]
+        return thoughts_text, [*self._encoder.encode(split_text, ""), *ids[first:].tolist()]
+
+    @cached_property
+    def begins_with_thoughts(self) -> bool:
+        """Whether the generation prompt ends with `<think>`."""
+        return self._render(_QUESTION).rstrip().endswith(THINK)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any
+    ) -> str:
+        """Render messages, from the cache if possible: an episode's next prompt needs it again."""
+        try:
+            conversation_json = json.dumps([messages, tools])
+        except (TypeError, ValueError):  # the template may take values that JSON has not
+            return self._apply_template(messages, tools, **options)
+        return self._render_json((conversation_json, *options.items()))
+
+    @cached_property
+    def _render_json(self) -> ByteCache[tuple[Any, ...], str]:
+        """The cache of rendered messages, by their JSON and the template's options."""
+
+        def render(key: tuple[Any, ...]) -> str:
+            conversation_json, *options = key
+            return self._apply_template(*json.loads(conversation_json), **dict(options))
+
+        return ByteCache(render, size=text_bytes, max_bytes=RENDERED_BYTES)
+
+    def _apply_template(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any
+    ) -> str:
+        options = {"add_generation_prompt": True} | self._options | options
+        if not self._shows_image_urls:
+            messages = [_with_image_parts(message) for message in messages]
+        rendered = self._tokenizer.apply_chat_template(
+            list(map(with_video_parts, messages)),
+            tools=list(tools) or None,
+            tokenize=False,
+            **options,
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    @cached_property
+    def _shows_image_urls(self) -> bool:
+        """Whether the template knows OpenAI's name of an image; those of LLaVA and InternVL do not."""
+        texts = []
+        for image in ([], [{"type": "image_url", "image_url": {"url": ""}}]):
+            question = {"role": "user", "content": [*image, {"type": "text", "text": "a"}]}
+            try:
+                texts.append(self._tokenizer.apply_chat_template([question], tokenize=False))
+            except TemplateError:
+                return False
+        return texts[0] != texts[1]
+
+    def _expand(self, ids: list[int], images: Sequence[ImageRef]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32 [P], grids int32 [len(images), 3]) with the images' ids."""
+        return expand_images(self.processor, ids, images)[0], self._grids(images)
+
+    def _grids(self, images: Sequence[ImageRef]) -> np.ndarray:
+        return np.asarray([self.processor.grid(image) for image in images], np.int32).reshape(
+            len(images), 3
+        )
+
+
+def _images(observations: Iterable[Observation]) -> list[ImageRef]:
+    """Return the images of all observations, in order."""
+    return [image for observation in observations for image in observation.images]
+
+
+def _with_image_parts(message: Message) -> Message:
+    """Return a message whose images have the name that transformers gives them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "image"} if part.get("type") == "image_url" else part for part in content]
+    return {**message, "content": parts}
