@@ -16,7 +16,7 @@ from rlinf_vl.errors import ConfigError, RunError, missing_package, reason_of
 
 try:
     from rlinf_vl.cli.parser import parse
-    from rlinf_vl.cli.verbs import MISTAKES, run_verb
+    from rlinf_vl.cli.verbs import VERBS, run_verb
     from rlinf_vl.observe.progress import setup_logging
     from rlinf_vl.runtime.stop_request import StopRequest
 except ModuleNotFoundError as error:  # in a Python that is not the environment's
@@ -53,8 +53,7 @@ def _main(argv: Sequence[str] | None) -> int:
     # For module:Name in a config: 'python -m' searches this folder, a console command doesn't.
     sys.path.append(os.getcwd())
     arguments = parse(argv)
-    user_errors: tuple[type[Exception], ...] = (ConfigError,)
-    user_errors += MISTAKES.get(arguments.verb, ())
+    user_errors = (ConfigError, *VERBS[arguments.verb].mistakes)
     arguments.stop_request = stop_request = StopRequest()
     setup_logging()
     # Both signals unwind, so that nothing is left running.

@@ -1,49 +1,159 @@
-"""The functions of the verbs. Each is imported when its verb runs, so that verbs start fast."""
+"""The table of verbs."""
 
 import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from rlinf_vl.cli import arguments, check_arguments
+from rlinf_vl.cli.keys import configs_and_keys
+from rlinf_vl.cli.parser_parts import COMMAND
 from rlinf_vl.config.parts import named
+from rlinf_vl.config.systems import SYSTEMS
 
-#: Verb → `module:function`, called with the verb's arguments. It returns the exit code, or None
-#: for 0.
+
+class Verb(NamedTuple):
+    """A verb of the command line."""
+
+    #: `module:function`, imported when the verb runs, so that verbs start fast. It is called with
+    #: the parsed arguments, and returns the exit code, or None for 0.
+    place: str
+    summary: str
+    #: Adds the verb's arguments by `ArgumentParser.add_argument`.
+    add_arguments: Callable[[Any], None]
+    #: Errors that mean a mistake of the user, beside ConfigError.
+    mistakes: tuple[type[Exception], ...] = ()
+    #: Makes the end of the verb's help.
+    epilog_text: Callable[[], str] | None = None
+
+
 VERBS = {
-    "train": "rlinf_vl.driver.verbs:train",
-    "sft": "rlinf_vl.driver.verbs:train",
-    "eval": "rlinf_vl.extras.eval.main:main",
-    "config": "rlinf_vl.cli.keys:main",
-    "new": "rlinf_vl.cli.new:main",
-    "convert-config": "rlinf_vl.tools.convert.main:main",
-    "completion": "rlinf_vl.cli.completion:main",
-    "toy": "rlinf_vl.extras.toy.main:main",
-    "export": "rlinf_vl.extras.export.main:main",
-    "serve": "rlinf_vl.extras.serve.server:main",
-    "watch": "rlinf_vl.tools.report.main:watch",
-    "timeline": "rlinf_vl.tools.report.main:timeline",
-    "report": "rlinf_vl.tools.report.main:report",
-    "runs": "rlinf_vl.tools.report.main:runs",
-    "look": "rlinf_vl.tools.report.look.main:main",
-    "check-env": "rlinf_vl.tools.check.main:check_env",
-    "check-reward": "rlinf_vl.tools.check.reward:main",
-    "check-data": "rlinf_vl.tools.check.data.main:main",
-    "prove-family": "rlinf_vl.tools.verify.prove.main:main",
-    "replay": "rlinf_vl.tools.verify.replay.main:main",
-    "compare-batch": "rlinf_vl.tools.verify.compare.main:main",
-    "doctor": "rlinf_vl.tools.check.main:doctor",
-    "preflight": "rlinf_vl.tools.memory.table:main",
+    "train": Verb(
+        "rlinf_vl.driver.verbs:train",
+        "run one experiment",
+        arguments.train,
+        epilog_text=configs_and_keys,
+    ),
+    "sft": Verb(
+        "rlinf_vl.driver.verbs:train",
+        "imitate conversations with pictures: supervised training, with a train config",
+        arguments.sft,
+    ),
+    "eval": Verb(
+        "rlinf_vl.extras.eval.main:main",
+        "measure a model: pass@k with standard errors, tables, trajectories",
+        arguments.eval,
+    ),
+    "toy": Verb(
+        "rlinf_vl.extras.toy.main:main",
+        "make an embedded task's data and its warm-started checkpoint (cached)",
+        arguments.toy,
+    ),
+    "export": Verb(
+        "rlinf_vl.extras.export.main:main",
+        "turn a checkpoint into a Hugging Face model, as a folder or on the hub",
+        arguments.export,
+        mistakes=(FileNotFoundError, FileExistsError),
+    ),
+    "serve": Verb(
+        "rlinf_vl.extras.serve.server:main",
+        "answer OpenAI's chat API with a trained policy, for any client",
+        arguments.serve,
+    ),
+    "watch": Verb(
+        "rlinf_vl.tools.report.main:watch",
+        "follow a run on this terminal",
+        arguments.watch,
+        mistakes=(ValueError,),
+    ),
+    "timeline": Verb(
+        "rlinf_vl.tools.report.main:timeline",
+        "merge what every process did when into a trace for ui.perfetto.dev",
+        arguments.timeline,
+        mistakes=(ValueError,),
+    ),
+    "report": Verb(
+        "rlinf_vl.tools.report.main:report",
+        "one HTML file on a run, or on several side by side",
+        arguments.report,
+        mistakes=(ValueError,),
+    ),
+    "runs": Verb(
+        "rlinf_vl.tools.report.main:runs",
+        "a table of the runs in a folder, the newest first",
+        arguments.runs,
+        mistakes=(ValueError,),
+    ),
+    "look": Verb(
+        "rlinf_vl.tools.report.look.main:main",
+        "score a run's answers with and without their images; heat maps",
+        arguments.look,
+        mistakes=(FileNotFoundError,),
+    ),
+    "check-env": Verb(
+        "rlinf_vl.tools.check.main:check_env",
+        "play an environment or an agent with random and hostile answers; say what breaks its contract",
+        check_arguments.check_env,
+    ),
+    "prove-family": Verb(
+        "rlinf_vl.tools.verify.prove.main:main",
+        "compare every path of a model's family with transformers, with a tiny random member of it",
+        check_arguments.prove_family,
+    ),
+    "replay": Verb(
+        "rlinf_vl.tools.verify.replay.main:main",
+        "record a step of a run as a file, or run such a file in transformers' plain code, the "
+        "trainer's and the engine's, and name where they part",
+        check_arguments.replay,
+    ),
+    "compare-batch": Verb(
+        "rlinf_vl.tools.verify.compare.main:main",
+        "put another system's recorded batch through our algorithm; name the first column that "
+        "differs, and why",
+        check_arguments.compare_batch,
+    ),
+    "check-reward": Verb(
+        "rlinf_vl.tools.check.reward:main",
+        "try a reward function on good, bad and hostile answers; say what it pays",
+        check_arguments.check_reward,
+    ),
+    "check-data": Verb(
+        "rlinf_vl.tools.check.data.main:main",
+        "examine a whole data set: content, damaged rows, rows beyond the limits",
+        check_arguments.check_data,
+    ),
+    "doctor": Verb(
+        "rlinf_vl.tools.check.main:doctor",
+        "report what this machine has and what a config needs",
+        check_arguments.doctor,
+    ),
+    "preflight": Verb(
+        "rlinf_vl.tools.memory.table:main",
+        "estimate the memory that a config takes of each GPU; needs no GPU",
+        check_arguments.preflight,
+    ),
+    "config": Verb(
+        "rlinf_vl.cli.keys:main",
+        "show configuration keys: all of them with their defaults, or what one means and may be",
+        arguments.config,
+    ),
+    "convert-config": Verb(
+        "rlinf_vl.tools.convert.main:main",
+        f"write a config of {', '.join(SYSTEMS.values())} as one of ours",
+        arguments.convert_config,
+    ),
+    "new": Verb(
+        "rlinf_vl.cli.new:main",
+        "write a commented template of your own experiment, environment, agent or reward",
+        arguments.new,
+    ),
+    "completion": Verb(
+        "rlinf_vl.cli.completion:main",
+        f"print what completes '{COMMAND}' in your shell; its first lines say how to use it",
+        arguments.completion,
+    ),
 }
 
-#: Verb → its errors that mean a mistake of the user, beside ConfigError: a folder that is not a
-#: run's, or not as it must be.
-MISTAKES: dict[str, tuple[type[Exception], ...]] = {
-    "watch": (ValueError,),
-    "timeline": (ValueError,),
-    "report": (ValueError,),
-    "runs": (ValueError,),
-    "export": (FileNotFoundError, FileExistsError),
-    "look": (FileNotFoundError,),
-}
 
-
-def run_verb(arguments: argparse.Namespace) -> int:
+def run_verb(parsed: argparse.Namespace) -> int:
     """Run a verb, and return its exit code."""
-    return named(VERBS[arguments.verb])(arguments) or 0
+    return named(VERBS[parsed.verb].place)(parsed) or 0
