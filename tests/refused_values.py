@@ -19,7 +19,7 @@ from rlinf_vl.config import load
 from rlinf_vl.config.placement import Placement, check_placement, placement_of
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.schema.data import VideoConfig
-from rlinf_vl.data import bad_rows, images, video_decoding, videos
+from rlinf_vl.data import bad_rows, images
 from rlinf_vl.data.clips import MAGIC, clip_ref
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.formats import RowFormat
@@ -28,8 +28,10 @@ from rlinf_vl.data.rows import row_to_problem
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.data.sources import open_source, peek
 from rlinf_vl.data.unusable import BadRow
-from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.extras.verifiers import rows as verifiers_rows
+from rlinf_vl.extras.video import decoding as video_decoding
+from rlinf_vl.extras.video import rows as videos
+from rlinf_vl.extras.video.rows import to_clip_ref
 from rlinf_vl.types import GroupSummary, ImageRef, Problem, TrajectorySummary
 
 __all__ = [

@@ -62,7 +62,7 @@ def suggestion(key: str) -> str:
     candidate the hint lists the keys of the section, or the sections.
     """
     # The tables of other systems take 40 ms to read, and only an unknown key needs them.
-    hint = load_part("foreign key")
+    hint = load_part("foreign-key")
     if foreign_hint := hint(key):
         return foreign_hint
     keys, sections = config_keys(), config_sections()

@@ -236,7 +236,7 @@ def _foreign_settings(path: Path) -> dict[str, Any] | None:
     }:
         return None
     # The converters take 60 ms to import, which a run of a config of ours need not wait for.
-    return load_part("foreign config")(path, unknown_keys)
+    return load_part("foreign-config")(path, unknown_keys)
 
 
 def _compose(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_vl.config.parts import load_part
 from rlinf_vl.data.answers import answer_text
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import blank_like, image_values, to_image_ref
@@ -23,7 +24,6 @@ from rlinf_vl.data.unusable import (
     RowError,
     shorten,
 )
-from rlinf_vl.data.videos import to_clip_ref, video_values
 from rlinf_vl.types import ImageRef, Message, Problem
 
 log = logging.getLogger(__name__)
@@ -69,18 +69,18 @@ def row_to_problem(
     def ref_of(part_type: str, value: Any, place: str) -> ImageRef:
         try:
             if part_type == "video_url":
-                return to_clip_ref(
+                return load_part("clip")(
                     value, root=media_root, settings=form.video, hosts=form.image_hosts
                 )
             return to_image_ref(value, root=media_root, hosts=form.image_hosts)
         except ImageError as e:
             raise RowError(row_id, e.kind, f"column {place}: {e}") from e
 
-    row_refs: dict[str, list[ImageRef]] = {}
-    for part_type, columns, values_of in (
-        ("image_url", form.image_keys, image_values),
-        ("video_url", form.video_keys or (), video_values),
-    ):
+    row_refs: dict[str, list[ImageRef]] = {"image_url": [], "video_url": []}
+    media = [("image_url", form.image_keys, image_values)]
+    if form.video_keys:
+        media.append(("video_url", form.video_keys, load_part("videos-of-a-cell")))
+    for part_type, columns, values_of in media:
         row_refs[part_type] = [
             ref_of(part_type, value, f"{column!r}, {_noun(part_type)} {i}")
             for column in columns

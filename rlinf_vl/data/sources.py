@@ -163,10 +163,10 @@ def open_source(name: str, split: str) -> Source:
     if name.startswith(VERIFIERS_ROWS):
         environment = name.removeprefix(VERIFIERS_ROWS).partition("?")[0]
         return Source(
-            name, f"{environment}-{split}", load_part("verifiers rows")(name, split), None
+            name, f"{environment}-{split}", load_part("verifiers-rows")(name, split), None
         )
     if name in TOYS:
-        path: Path = load_part("toy data")(split, name)  # made on first use
+        path: Path = load_part("toy-data")(split, name)  # made on first use
         return Source(name, name, _load(name, path, split), path.parent)
     path = Path(name).expanduser()
     if not path.exists():

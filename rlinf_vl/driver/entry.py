@@ -71,7 +71,7 @@ def launch_training(
                     config.runner.max_steps,
                 )
                 return None
-        load_part("refuse machine")(config)
+        load_part("refuse-machine")(config)
         # Before the folder is opened: a start that fails here takes no run's name. A local run is
         # soon at its first step, and a breakpoint would stop in the rehearsal's threads.
         if config.cluster.backend == "ray":
@@ -93,10 +93,10 @@ def rehearse(config: Config) -> str:
     """
     start = time.perf_counter()
     # These parts take seconds to import: torch and transformers.
-    if problems := list(load_part("algorithm problems")(config)):
+    if problems := list(load_part("algorithm-problems")(config)):
         raise ConfigError(*problems)
     if config.data.messages_key is not None:
-        line = load_part("rehearse imitation")(config, prepare_toys(config))
+        line = load_part("rehearse-imitation")(config, prepare_toys(config))
     else:
         line = load_part("rehearse")(config, prepare_toys(config)).line
     return f"{line} ({time.perf_counter() - start:.0f} s)"
@@ -172,13 +172,13 @@ def _backend(
     display."""
     imitates = config.data.messages_key is not None
     if config.cluster.backend == "local":
-        local_supervise = load_part("imitate here" if imitates else "train here")
+        local_supervise = load_part("imitate-here" if imitates else "train here")
         with _recorded(run_dir) as progress:
             yield partial(local_supervise, config, model_path), progress
         return
-    supervise = load_part("imitate on Ray" if imitates else "train on Ray")
+    supervise = load_part("imitate-on-ray" if imitates else "train on Ray")
     with machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation):
-        load_part("settle memory")(config, model_path, reservation)
+        load_part("settle-memory")(config, model_path, reservation)
         save_config(config, run_dir / "config.yaml")  # with what was settled
         yield partial(supervise, config, model_path, reservation), progress
 
@@ -238,7 +238,7 @@ def _data_files(config: Config) -> dict[str, dict[str, Path]]:
     """Return the files of the data, by split and entry of its paths."""
 
     def path_of(entry: str, split: Literal["train", "val"]) -> Path:
-        return load_part("toy data")(split, entry) if entry in TOYS else Path(entry)
+        return load_part("toy-data")(split, entry) if entry in TOYS else Path(entry)
 
     data = config.data
     train = {entry: path_of(entry, "train") for entry in data.train_data_paths}
@@ -251,6 +251,6 @@ def prepare_toys(config: Config) -> str:
     path."""
     for path in TOYS.keys() & {*config.data.train_data_paths, *config.data.val_data_paths}:
         for split in ("train", "val"):
-            load_part("toy data")(split, path)
+            load_part("toy-data")(split, path)
     model_path = config.rollout.model.model_path
-    return str(load_part("toy checkpoint")(model_path)) if model_path in TOYS else model_path
+    return str(load_part("toy-checkpoint")(model_path)) if model_path in TOYS else model_path

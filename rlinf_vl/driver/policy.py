@@ -154,7 +154,7 @@ def load_policy(
     template_options: dict[str, Any] = {}
     if (path / STATE_FILE).is_file() or checkpoints(path):
         trusted = trust_run_code or (isinstance(folder, Run) and folder.trust_run_code)
-        model, family, base, config = load_part("restore model")(path, trusted)
+        model, family, base, config = load_part("restore-model")(path, trusted)
         merge_adapters(model)
         # Prompts must look as in training: images of the same size, the same template.
         pixel_options = processor_options(config)
@@ -178,7 +178,7 @@ def _base(name: str, path: Path) -> str:
     """Return the folder, or the name on the hub, that transformers loads for a name; for adapters,
     that of the model they belong to."""
     if name in TOYS:
-        return str(load_part("toy checkpoint")(name))
+        return str(load_part("toy-checkpoint")(name))
     if (path / "config.json").is_file():
         return str(path)
     if (path / ADAPTERS).is_file():

@@ -20,9 +20,9 @@ def train(arguments: argparse.Namespace) -> int:
     # A check may run where SGLang and torch are not installed. A Python without torch is not the
     # one that will train: what else it lacks says nothing, and there is nothing to rehearse.
     has_torch = importlib.util.find_spec("torch") is not None
-    checked_rules = [load_part("missing libraries")] if has_torch else []
-    rules = checked_rules if arguments.check else [load_part("missing packages")]
-    rules = [*rules, *load_part("input rules")]
+    checked_rules = [load_part("missing-libraries")] if has_torch else []
+    rules = checked_rules if arguments.check else [load_part("missing-packages")]
+    rules = [*rules, *load_part("input-rules")]
     if arguments.verb == "sft":
         config = imitation_config(arguments.config, arguments.overrides, rules)
     elif arguments.multirun:
@@ -32,7 +32,7 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.check:
         if has_torch:
             # Not before a run, which opens its trackers itself: they may write to a server.
-            if problems := list(load_part("tracker problems")(config)):
+            if problems := list(load_part("tracker-problems")(config)):
                 raise ConfigError(*problems)
             print(entry.rehearse(config))
         return 0
@@ -42,11 +42,11 @@ def train(arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace, rules: Sequence[Rule]) -> int:
     """Run each combination of the overrides' values; returns the exit code."""
-    sweep = load_part("plan sweep")(arguments.config, arguments.overrides)
-    load_part("check sweep")(sweep, rules)
+    sweep = load_part("plan-sweep")(arguments.config, arguments.overrides)
+    load_part("check-sweep")(sweep, rules)
     if arguments.check:
         print(f"{sweep.folder}: {len(sweep.runs)} runs; each of them can begin")
         return 0
-    code = load_part("run sweep")(sweep, arguments.parallel, arguments.stop_request)
-    log.info("the sweep's report: %s", load_part("sweep report")(sweep.folder))
+    code = load_part("run-sweep")(sweep, arguments.parallel, arguments.stop_request)
+    log.info("the sweep's report: %s", load_part("sweep-report")(sweep.folder))
     return code

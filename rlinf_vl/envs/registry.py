@@ -43,7 +43,7 @@ def load_env_class(name: str, files: Mapping[str, str]) -> type:
         files: runner.code_files.
     """
     if name.startswith(OPENENV):
-        return load_part("openenv class")(name.removeprefix(OPENENV), files)
+        return load_part("openenv-class")(name.removeprefix(OPENENV), files)
     return load_code(name, ENVIRONMENTS, files, kind="environment", signature=_METHODS)
 
 

@@ -27,7 +27,7 @@ def model_config(path: str, *, trust_remote_code: bool = False) -> tuple[Pretrai
             `KNOWN`.
     """
     if path in TOYS:
-        return load_part("toy config")(path), "the toy's own"
+        return load_part("toy-config")(path), "the toy's own"
     try:
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=True

@@ -1,0 +1,1 @@
+"""Tools that look at configs, data, machines and runs; none imports another."""

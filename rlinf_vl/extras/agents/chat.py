@@ -15,8 +15,8 @@ from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import ImageError, shorten
-from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.envs.tool import OPEN, parse_tool_calls
+from rlinf_vl.extras.video.rows import to_clip_ref
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

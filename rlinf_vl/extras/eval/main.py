@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.config,
         overrides,
         arguments.samples,
-        (load_part("missing packages"), *load_part("input rules")),
+        (load_part("missing-packages"), *load_part("input-rules")),
         arguments.trust_run_code,
     )
     subject = {
@@ -82,7 +82,7 @@ def launch_evaluation(
         from rlinf_vl.extras.eval import evaluate
         from rlinf_vl.observe.evaluation import render
 
-        load_part("refuse machine")(config)
+        load_part("refuse-machine")(config)
         model_path = prepare_toys(config)
         columns = evaluate.columns_of(config, by)
         folders.open_folder(

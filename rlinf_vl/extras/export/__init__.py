@@ -1,0 +1,1 @@
+"""Checkpoints as folders that transformers loads, and their model cards."""

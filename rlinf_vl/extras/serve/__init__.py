@@ -1,0 +1,1 @@
+"""A chat endpoint over a trained policy."""

@@ -1,0 +1,1 @@
+"""Imitation of conversations with pictures, by the loop of the controller."""

@@ -1,0 +1,1 @@
+"""Environments of the package `verifiers`: their rows, and the agent that plays them."""

@@ -167,7 +167,7 @@ class GroupSampler:
             video=config.data.video,
         )
         self.player: GroupPlayer = (
-            load_part("agent player")(config, client, settings, scorer, first_report)
+            load_part("agent-player")(config, client, settings, scorer, first_report)
             if has_agents
             else _env_player(
                 config, client, builder, self.make_env, settings, scorer, first_report, executor

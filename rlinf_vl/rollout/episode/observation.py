@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.corruption import Shown
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import PROMPT_UNUSABLE, ImageError
 from rlinf_vl.data.video_files import is_video_name
-from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.envs import StepResult
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message, Problem
 
@@ -112,7 +112,7 @@ def _clip(value: Any, fps: Any, video: VideoConfig) -> ImageRef:
         value = {"frames": value, "fps": fps}
     if isinstance(value, Path) or isinstance(value, str) and is_video_name(value):
         value = os.path.abspath(value)
-    return to_clip_ref(value, root=Path("/"), settings=video)
+    return load_part("clip")(value, root=Path("/"), settings=video)
 
 
 def plain_result(result: StepResult) -> StepResult:

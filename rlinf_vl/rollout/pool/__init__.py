@@ -1,0 +1,1 @@
+"""The rollout workers on Ray: their places, life and death, dispatch and weights."""

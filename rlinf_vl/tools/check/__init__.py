@@ -1,0 +1,1 @@
+"""Checks before a run: inputs, data, rewards, environments, agents and the machine."""

@@ -271,7 +271,7 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
 
     nodes = config.cluster.num_nodes
     try:
-        model = load_part("model without weights")(config)
+        model = load_part("model-without-weights")(config)
     except AdapterError as error:
         yield line("adapters", str(config.actor.model.lora.target_modules), error)
         return

@@ -1,0 +1,1 @@
+"""One step in several implementations, and where they part."""

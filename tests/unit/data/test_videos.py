@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.config.schema.data import VideoConfig
-from rlinf_vl.data import video_decoding
 from rlinf_vl.data.clips import clip_of, frame_refs, is_clip
 from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.dataset import ProblemDataset
@@ -24,8 +23,9 @@ from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import blank_like, decode, image_size
 from rlinf_vl.data.rows import row_to_problem
 from rlinf_vl.data.unusable import ImageError
-from rlinf_vl.data.video_decoding import fitted_size, frame_count
-from rlinf_vl.data.videos import to_clip_ref, video_values
+from rlinf_vl.extras.video import decoding as video_decoding
+from rlinf_vl.extras.video.decoding import fitted_size, frame_count
+from rlinf_vl.extras.video.rows import to_clip_ref, video_values
 from rlinf_vl.types import ImageRef
 from tests.video_files import HEIGHT, WIDTH, index_of, pixels, sound, video
 
@@ -233,7 +233,7 @@ def test_a_video_is_read_in_every_form_and_decoded_once(tmp_path: Path, monkeypa
     calls = []
     real = video_decoding.sample_video
     monkeypatch.setattr(
-        "rlinf_vl.data.videos.sample_video", lambda *a, **k: calls.append(1) or real(*a, **k)
+        "rlinf_vl.extras.video.rows.sample_video", lambda *a, **k: calls.append(1) or real(*a, **k)
     )
     data = video(31)
     (tmp_path / "clips").mkdir()

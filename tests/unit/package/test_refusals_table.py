@@ -19,9 +19,11 @@ SLOW = re.compile(
     r">>> doctor|\$ (check-|preflight|doctor)| --check .*losses.py|FILES/torn train"
     r"|model_path=(FILES/)?(llama|llava .*sglang)|vlm.vision_encoder_attr=model.visul"
 )
-PREFLIGHT = [f"preflight/{name}.py" for name in ("checkpoint", "hub", "inputs", "teacher")]
+CHECKS = [f"tools/check/{name}.py" for name in ("checkpoint", "inputs", "teacher", "trial")]
 #: Packages and modules whose refusals the table has.
-SOURCES = ("config", "data", *PREFLIGHT, "trial.py")
+SOURCES = (
+    "config", "data", *CHECKS, "runtime/hub.py", "extras/video", "extras/verifiers/rows.py",
+)  # fmt: skip
 #: Texts of refusals that no case provokes → why.
 NOT_PROVOKED = {
     "engine of": "a map of slots",

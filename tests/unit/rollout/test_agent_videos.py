@@ -8,9 +8,9 @@ from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.clips import clip_of
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.rows import row_to_problem
-from rlinf_vl.data.videos import to_clip_ref
 from rlinf_vl.extras.agents.chat import ChatError, parse_chat
 from rlinf_vl.extras.agents.contract import AgentTask
+from rlinf_vl.extras.video.rows import to_clip_ref
 from rlinf_vl.types import IMAGE_URL_PREFIX
 from tests.video_files import video
 

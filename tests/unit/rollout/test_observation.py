@@ -7,7 +7,7 @@ from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.clips import clip_of, frame_refs
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.unusable import ImageError
-from rlinf_vl.data.videos import to_clip_ref
+from rlinf_vl.extras.video.rows import to_clip_ref
 from rlinf_vl.rollout.episode.observation import SMALL, Observation, observe
 from rlinf_vl.types import Problem
 from tests.video_files import pixels, video

@@ -12,10 +12,10 @@ from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.clips import clip_of, frame_refs
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.images import decode
-from rlinf_vl.data.videos import to_clip_ref, video_values
 from rlinf_vl.extras.toy import motion
 from rlinf_vl.extras.toy.motion import CELL, GRID, N_FRAMES, Layout, draw
 from rlinf_vl.extras.toy.task import toy_of
+from rlinf_vl.extras.video.rows import to_clip_ref, video_values
 from rlinf_vl.rewards import grade_math
 
 CONTROLS = ("toy-video", "toy-video-shuffled", "toy-video-first")

@@ -96,7 +96,7 @@ class RayParts(Parts):
         options = self._stack.enter_context(ray_cluster(config))
         reservation = self._stack.enter_context(reserve(config, True, options))
         self.device = reservation.device
-        load_part("settle memory")(config, path, reservation)
+        load_part("settle-memory")(config, path, reservation)
         self.log = self.open_log(RemoteWriter)
         strategy = strategy_of(config, reservation)
         self.pool = RolloutPool(config, path, reservation, report=self.log.event, check=self._check)

@@ -127,7 +127,7 @@ class Stages:
     def estimate(self) -> str:
         """Ask the memory ledger about the smoke run on this machine's GPUs."""
         sizes = gpu_memory() or (0,)
-        peaks, verdict = load_part("memory by phase")(self.config, len(sizes), min(sizes))
+        peaks, verdict = load_part("memory-by-phase")(self.config, len(sizes), min(sizes))
         self.preflight = {phase: peak / GIB for phase, peak in peaks.items()}
         return verdict
 

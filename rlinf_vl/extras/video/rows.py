@@ -24,7 +24,8 @@ from rlinf_vl.data.images import decode, encode_png, image_size, to_image_ref
 from rlinf_vl.data.local_files import decode_base64, decode_data_uri, file_inside
 from rlinf_vl.data.tables import IMAGE_SUFFIXES
 from rlinf_vl.data.unusable import ImageError
-from rlinf_vl.data.video_decoding import (
+from rlinf_vl.data.video_files import is_video_name
+from rlinf_vl.extras.video.decoding import (
     NOT_A_VIDEO,
     TOO_LARGE,
     SampledFrame,
@@ -33,7 +34,6 @@ from rlinf_vl.data.video_decoding import (
     sample_video,
     sampled_indices,
 )
-from rlinf_vl.data.video_files import is_video_name
 from rlinf_vl.types import ImageRef
 
 #: Largest video in a row or from a host, and largest file, which is never in memory as a whole.

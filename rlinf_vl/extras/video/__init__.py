@@ -1,0 +1,1 @@
+"""Videos in rows and messages: their files, decoded and sampled to clips."""
