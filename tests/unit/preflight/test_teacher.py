@@ -12,9 +12,9 @@ from rlinf_vl.data.dataset import open_datasets
 from rlinf_vl.data.unusable import NO_TEACHER
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import RunError
-from rlinf_vl.tools.check.teacher import teachers
 from rlinf_vl.rollout.episode.env_makers import env_maker_of
 from rlinf_vl.rollout.episode.row_check import RowCheck
+from rlinf_vl.tools.check.teacher import teachers
 
 KEY = "algorithm.distillation.teacher_path"
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from rlinf_vl.extras.agents.contract import AgentResult, result_of
 from rlinf_vl.envs import StepResult
+from rlinf_vl.extras.agents.contract import AgentResult, result_of
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rollout.episode import env_processes, user_process
 from rlinf_vl.rollout.episode.env_executor import CallTimeout, ThreadExecutor
