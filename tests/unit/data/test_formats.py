@@ -378,6 +378,9 @@ def test_the_beginning_of_a_table_has_its_whole_rows_alone(tmp_path: Path) -> No
         n = len(table["a"])
         assert table == {name: cells[:n] for name, cells in whole.items()}
         assert {9: 0, 18: 1, 21: 2}.get(limit, n) == n
+    path.write_text('a,b\n"x"y,2\n')
+    with pytest.raises(ValueError, match="line 2 can't be read"):
+        read_table(path)
     path.write_text("a,,c\n1,2,3\n\n4,5,6\n")
     assert read_table(path) == {"a": ["1", "4"], "c": ["3", "6"]}, "an index, an empty line"
     path.write_text("a,b\n1,2,3\n4,5\n" + "6,7\n" * 9)

@@ -117,8 +117,10 @@ def test_what_it_is_asked_and_that_it_is_asked_once(serve, monkeypatch):
     server = serve(right)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     said = ["RIGHT {answer}", "wrong", "RIGHT {answer}"]
-    for _ in range(2):  # the second time from the disk
-        scores = judged(server, said, key_env="JUDGE_KEY", options={"max_tokens": 8})
+    options = {"max_tokens": 8, "seed": 1}
+    for order in (1, -1):  # the second time from the disk
+        ordered = dict(list(options.items())[::order])
+        scores = judged(server, said, key_env="JUDGE_KEY", options=ordered)
         assert [(score.reward, score.correct) for score in scores] == [
             (1.0, True),
             (0.0, False),

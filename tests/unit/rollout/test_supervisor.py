@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf_vl.rollout.pool import elasticity, submission, updates
+from rlinf_vl.rollout.pool import elasticity, submission, updates, worker_placements
 from rlinf_vl.rollout.pool import supervisor as module
 from rlinf_vl.rollout.pool.slot import Place, SlotState
 from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.rollout.pool.supervisor import Supervisor, WorkerDied, WorkersLost
+from rlinf_vl.rollout.pool.worker_placements import WorkerPlacements
 from rlinf_vl.weights.sender import Snapshot
 
 
@@ -797,3 +798,48 @@ def test_no_worker_is_made_once_the_supervisor_has_stopped():
     time.sleep(0.1)
     assert len(fleet.workers) == 2 and not fleet.reports
     fleet.supervisor.stop()  # a second time does nothing
+
+
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_where_workers_without_a_node_stand(monkeypatch, shrinks):
+    events, lost = [], []
+    placements = [SimpleNamespace(options={"number": n}) for n in range(3)]
+    monkeypatch.setattr(worker_placements.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        worker_placements,
+        "find_lost",
+        lambda asked: [i for i, options in enumerate(asked) if options["number"] in lost],
+    )
+    reservation = SimpleNamespace(rollout=placements, elastic=None)
+    pool = WorkerPlacements(
+        reservation, shrinks=shrinks, report=lambda *event: events.append(event)
+    )
+    lost[:] = [1]
+    assert pool[2] is placements[2] and pool.newcomers() == ()
+    assert pool.places([2, 1], 2) == {}, "not while workers may not leave"
+    pool.may_change = True
+    assert pool.newcomers() == ()
+    for _ in range(2):
+        assert pool.places([2, 1], 2) == {1: Place.GONE if shrinks else Place.AWAITED}
+    assert [kind for kind, _ in events] == ["node_lost"] * (not shrinks), "once"
+    assert shrinks or events[0][1].startswith("rollout worker 1 waits for its node")
+    assert pool.places([1], 1) == {1: Place.AWAITED}, "the last one waits"
+    lost.clear()
+    assert pool.places([1], 1) == {}
+    monkeypatch.setattr(worker_placements.ray, "is_initialized", lambda: False)
+    lost[:] = [1]
+    assert pool.places([1], 1) == {}
+
+
+def test_workers_come_and_go_with_their_nodes(monkeypatch):
+    first, second, third = placements = [SimpleNamespace(options={}) for _ in range(3)]
+    joined = [[second, third], []]
+    elastic = SimpleNamespace(newcomers=lambda: joined.pop(0), lost=lambda p: p is second)
+    monkeypatch.setattr(worker_placements.ray, "is_initialized", lambda: True)
+    reservation = SimpleNamespace(rollout=[first], elastic=elastic)
+    pool = WorkerPlacements(reservation, shrinks=False, report=lambda *event: None)
+    assert pool.newcomers() == ()
+    pool.may_change = True
+    assert list(pool.newcomers()) == [1, 2] and list(pool.newcomers()) == []
+    assert [pool[n] for n in range(3)] == placements
+    assert pool.places([0, 1, 2], 3) == {1: Place.GONE}
