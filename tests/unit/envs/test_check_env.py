@@ -236,10 +236,14 @@ def test_typed_arguments_fit_their_schemas():
         },
         "required": ["box", "mode", "scale", "either"],
     }
-    rng = random.Random(0)
+    rng, drawn = random.Random(0), []
     for _ in range(200):
         call = json.loads(typed_call({"name": "f", "parameters": schema}, rng).split("\n")[1])
         Draft202012Validator(schema).validate(call["arguments"])
+        drawn.append(call["arguments"])
+    assert {arguments["either"] for arguments in drawn} == {True, False, None}
+    assert {arguments["mode"] for arguments in drawn} == {"a", "b"}
+    assert len({arguments["scale"] for arguments in drawn}) > 20
 
 
 @pytest.mark.slow

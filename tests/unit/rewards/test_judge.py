@@ -187,6 +187,7 @@ def test_each_wait_before_another_try_is_longer(serve, monkeypatch):
     (score,) = judged(server, ["x"], retries=4)
     assert score.reward == 1.0 and len(server.asked) == 5 and len(waits) == 4
     assert all(2**n / 2 <= wait <= 2**n for n, wait in enumerate(waits)), waits
+    assert waits != [1, 2, 4, 8], "workers that failed at once do not come back at once"
     server = serve(lambda number, body: (503, {}, {"Retry-After": "30"}))
     (score,) = judged(server, ["x"], retries=1)
     assert score.fault is not None and len(server.asked) == 2 and waits[4:] == [30.0]
