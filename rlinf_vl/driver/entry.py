@@ -172,11 +172,11 @@ def _backend(
     display."""
     imitates = config.data.messages_key is not None
     if config.cluster.backend == "local":
-        local_supervise = load_part("imitate-here" if imitates else "train here")
+        local_supervise = load_part("imitate-here" if imitates else "train-here")
         with _recorded(run_dir) as progress:
             yield partial(local_supervise, config, model_path), progress
         return
-    supervise = load_part("imitate-on-ray" if imitates else "train on Ray")
+    supervise = load_part("imitate-on-ray" if imitates else "train-on-ray")
     with machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation):
         load_part("settle-memory")(config, model_path, reservation)
         save_config(config, run_dir / "config.yaml")  # with what was settled

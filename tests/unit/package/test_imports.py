@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlinf_vl
+from rlinf_vl.config.parts import PARTS
 
 PACKAGE = Path(rlinf_vl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -111,3 +112,15 @@ def places() -> Iterator[str]:
 def test_a_name_in_a_table_leads_somewhere(place):
     module, _, attribute = place.partition(":")
     assert hasattr(importlib.import_module(module), attribute)
+
+
+def test_each_part_that_is_asked_for_is_in_the_table():
+    names = {
+        text.value
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "load_part"
+        for text in ast.walk(node.args[0])
+        if isinstance(text, ast.Constant)
+    }
+    assert names == PARTS.keys()
