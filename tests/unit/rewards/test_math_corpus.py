@@ -149,6 +149,7 @@ NESTED = [
     ("1.12", "9/8", True),
     ("1.14", "9/8", False),
     ("1.1", "9/8", False),
+    (r"\begin{pmatrix}1 & 2.0 \\ \end{pmatrix}", r"\begin{pmatrix}1 & 2\end{pmatrix}", True),
 ]  # fmt: skip
 FORMULAS = [
     (r"-\sqrt{2}", r"\sqrt{2}", False),
