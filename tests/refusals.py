@@ -159,7 +159,7 @@ class Renderer:
         text = re.sub(r"(memory|room in /dev/shm), \d+", r"\1, …", text)
         # Encoders differ.
         text = re.sub(r"ends after [\d.]+ s", "ends after … s", text)
-        text = re.sub(r"image [\da-f]{12} \(", "image … (", text)
+        text = re.sub(r"image [\da-f]{12}\b", "image …", text)
         # An example more changes no message.
         text = re.sub(r"([\w.-]+, ){4,}[\w.-]+", _without_examples, text)
         return "\n".join(line.rstrip() for line in text.strip().splitlines())

@@ -122,6 +122,13 @@ def noise() -> bytes:
     return file.getvalue()
 
 
+def tiff(values: np.ndarray) -> bytes:
+    """Return a picture of these greys."""
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "TIFF")
+    return file.getvalue()
+
+
 def video(count: int = 6, **settings: Any) -> bytes:
     """Return a file of so many frames."""
     import video_files

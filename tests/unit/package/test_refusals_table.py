@@ -6,6 +6,8 @@ a refusal, and not its prose.
 
 import ast
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,9 +69,9 @@ def test_each_message_that_takes_torch_is_that_of_the_table():
     assert not differences([case for case in CASES if SLOW.search(case.provoked_by)])
 
 
-def test_names_and_messages_are_different_ones():
+def test_each_case_stands_there_once():
     assert len({case.name for case in CASES}) == len(CASES)
-    assert len({case.message for case in CASES}) == len(CASES)
+    assert len({case.provoked_by for case in CASES}) == len(CASES)
 
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -105,3 +107,56 @@ def test_each_text_of_a_refusal_is_provoked(source):
             if text not in table and text not in NOT_PROVOKED:
                 missing.append(f"{file.relative_to(ROOT)}:{line}: {text}")
     assert not missing, "no case of tests/golden/refusals.txt provokes these"
+
+
+#: Parts of statements that refuse and that no case reaches → why.
+NOT_REACHED = {
+    "they lead back to this file": "its depth ends a trace",
+    "unreadable('image')": "takes a file that this user may not read",
+    "video file can't be read": "takes a file that this user may not read",
+    "{checkpoint_text}: {reason}": "takes a certificate: tests/unit/models",
+    "rollout.agent: ": "takes a package that lacks one itself: tests/unit/config/test_refusals.py",
+    "logger_backends: {reason}": "takes a package that lacks one itself: tests/unit/config/test_refusals.py",
+}
+
+
+def places(file: Path) -> dict[tuple[str, int], str]:
+    """Return the statements of a file that raise, and those that yield, as rules do."""
+    kinds = ast.Raise if file.parent.name in ("data", "video") else ast.Raise | ast.Yield
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    # A bare `raise` passes on what another place refuses.
+    return {(str(file), n.lineno): ast.unparse(n) for n in nodes if ast.unparse(n) != "raise"}
+
+
+@pytest.mark.slow
+def test_each_place_that_refuses_is_reached():
+    files: list[Path] = []
+    for folder in ("config", "data", "extras/video"):
+        files += sorted((ROOT / "rlinf_vl" / folder).rglob("*.py"))
+    refusals = {place: text for file in files for place, text in places(file).items()}
+    names, reached, tracer = {str(file) for file in files}, set(), sys.gettrace()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename not in names:
+            return None
+        reached.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    # An image is fetched in a thread.
+    threading.settrace(trace)
+    try:
+        with Renderer() as renderer:
+            for case in CASES:
+                if not SLOW.search(case.provoked_by):
+                    sys.settrace(trace)  # a circle of files has ended it
+                    renderer.render(case)
+    finally:
+        sys.settrace(tracer)
+        threading.settrace(tracer)
+    excused = (*NOT_PROVOKED, *NOT_REACHED)
+    missing = [
+        (*place, text)
+        for place, text in refusals.items()
+        if place not in reached and not any(part in text for part in excused)
+    ]
+    assert len(refusals) > 200 and not missing
