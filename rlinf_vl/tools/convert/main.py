@@ -1,4 +1,4 @@
-"""`convert-config`: write another system's config as one of ours."""
+"""`convert-config`: write another system's config as one of ours, or explain one of its keys."""
 
 import argparse
 import sys
@@ -8,12 +8,18 @@ from pathlib import Path
 from rlinf_vl.config.load import load_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.tools.convert.convert import convert_file
+from rlinf_vl.tools.convert.explain import explain
 from rlinf_vl.tools.convert.render import render, summary
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the config, and print what each key became. Raises ConfigError if the file can't be
-    converted."""
+    converted, or if no system has the key to explain."""
+    if bool(arguments.file) == bool(arguments.explain):
+        raise ConfigError("convert-config takes a file, or --explain KEY; give one of them")
+    if arguments.explain:
+        print(explain(arguments.explain, arguments.system))
+        return 0
     conversion = convert_file(arguments.file, arguments.system)
     text = render(conversion, arguments.file.name)
     if arguments.output:

@@ -1,7 +1,7 @@
 """Keys of other systems and ours.
 
-One table for each system, `systems/NAME.yaml`, feeds `convert-config`, the hints for unknown keys
-(`hint`) and docs/coming-from.md.
+One table for each system, `systems/NAME.yaml`, feeds `convert-config` with its `--explain`, the
+hints for unknown keys (`hint`) and docs/coming-from.md.
 
 Under `keys`, a table has each of their keys with our key, or with a mapping of
 

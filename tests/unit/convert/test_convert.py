@@ -5,12 +5,14 @@ import re
 
 import pytest
 
+from rlinf_vl.__main__ import main
 from rlinf_vl.config import config_keys, parse_config
 from rlinf_vl.config.systems import SYSTEMS
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.tools.convert import quantities as rules
 from rlinf_vl.tools.convert.convert import convert, convert_file
+from rlinf_vl.tools.convert.explain import explain
 from rlinf_vl.tools.convert.render import render, summary
 from rlinf_vl.tools.convert.tables import quantities, table
 from rlinf_vl.tools.convert.values import CONVERSIONS
@@ -493,3 +495,47 @@ def test_rlinf_runs_as_it_is_where_it_has_a_meaning(tmp_path):
     path.write_text(RLINF.replace("reward_type: math", "reward_type: mine"))
     with pytest.raises(ConfigError, match="reward.reward_type: 'mine'"):
         parse_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "system", "lines"),
+    [
+        (
+            "rollout.n",
+            None,
+            [
+                "verl: actor_rollout_ref.rollout.n",
+                "  here algorithm.group_size; 1 where their file does not set it",
+                "EasyR1: worker.rollout.n",
+                "  here algorithm.group_size; 1 where their file does not set it",
+            ],
+        ),
+        (
+            "num_iterations",
+            "trl",
+            [
+                "TRL: num_iterations",
+                "  refused unless it is 1: a batch is trained on once; "
+                "algorithm.n_minibatches makes the optimizer steps",
+            ],
+        ),
+        ("policy_loss", "skyrl", ["SkyRL: policy/policy_loss (a metric)", "  here actor/loss"]),
+    ],
+)
+def test_a_key_is_explained(key, system, lines):
+    assert explain(key, system).splitlines() == lines
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_key_and_metric_is_explained(system):
+    known = table(system)
+    for name in (*known.rows, *known.metrics, *(row.theirs for row in known.patterns)):
+        assert explain(name, system).startswith(f"{known.name}: ")
+
+
+def test_what_cannot_be_explained_is_refused(capsys):
+    with pytest.raises(ConfigError, match="no key or metric of TRL; did you mean 'beta'?"):
+        explain("betta", "trl")
+    for arguments in ([], ["mine.yaml", "--explain", "beta"]):
+        assert main(["convert-config", *arguments]) == 2
+        assert "takes a file, or --explain KEY" in capsys.readouterr().err
