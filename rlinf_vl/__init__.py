@@ -31,13 +31,13 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules, and those in them, by the names that they had before they moved."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        name, rest = fullname, ""
+        name, inner = fullname, ""
         while name not in MOVED and "." in name:
             name, _, last = name.rpartition(".")
-            rest = f".{last}{rest}"
+            inner = f".{last}{inner}"
         if name not in MOVED:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin=MOVED[name] + rest)
+        return importlib.machinery.ModuleSpec(fullname, self, origin=MOVED[name] + inner)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         module = importlib.import_module(str(spec.origin))

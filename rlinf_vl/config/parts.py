@@ -1,4 +1,4 @@
-"""What the core takes from `rlinf_vl.extras` and `rlinf_vl.tools`, by name.
+"""The parts of `rlinf_vl.extras` and `rlinf_vl.tools` that the core takes, by name.
 
 The core imports neither of them, so that it can be read, and run, without them. A part is imported
 when a run asks for it. `rlinf_vl.cli.verbs`, `rlinf_vl.config.toys` and

@@ -1,1 +1,1 @@
-"""What some runs use, on top of the core; each part is imported when a run asks for it."""
+"""Parts of some runs, on top of the core; each is imported when a run asks for it."""
