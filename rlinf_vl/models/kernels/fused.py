@@ -4,7 +4,7 @@
 
 Each reads and writes its tensors once, computes in float32 and rounds once. PyTorch's own
 operations take five passes for a rotation and about eight for the head's statistics or their
-gradient; on an H100 these were a third of a 2B model's training step (docs/gpu.md). Triton comes
+gradient; on an H100 these were a third of a 2B model's training step (docs/gpu-checks.md). Triton comes
 with PyTorch for CUDA, and needs a C compiler on first use; `serves` tells whether both are there.
 """
 
