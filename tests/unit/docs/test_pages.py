@@ -157,6 +157,15 @@ def test_every_page_is_once_in_the_navigation():
     assert sorted(nav_pages(nav)) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
+def test_the_guide_stays_short():
+    """The guide is all of the navigation but its last part, which is folded."""
+    *guide, folded = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert list(folded) == ["Internals and measurements"]
+    pages = list(nav_pages(guide))
+    words = sum(len((ROOT / "docs" / page).read_text(encoding="utf-8").split()) for page in pages)
+    assert len(pages) <= 30 and words <= 30_000, (len(pages), words)
+
+
 def test_the_list_of_tasks_leads_to_every_page():
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([\w-]+\.md)", index))
