@@ -188,11 +188,22 @@ def certificate_cell(certificate: Certificate, path: str) -> str:
 def certificate_table() -> str:
     """Return the table of the families that have no file."""
     general = {name: c for name, c in certificates().items() if name not in FAMILIES}
-    paths = max((certificate.order for certificate in general.values()), key=len)
-    lines = ["| model type | " + " | ".join(paths) + " |", "|---" * (1 + len(paths)) + "|"]
-    for name, certificate in general.items():
-        row = " | ".join(certificate_cell(certificate, path) for path in paths)
-        lines.append(f"| `{name}` | {row} |")
+    order = max((certificate.order for certificate in general.values()), key=len)
+    columns = {
+        path: [certificate_cell(certificate, path) for certificate in general.values()]
+        for path in order
+    }
+    # A path that all refuse for one reason is a line below the table.
+    refused = {
+        path: cells[0].removeprefix("refused: ")
+        for path, cells in columns.items()
+        if len(set(cells)) == 1 and cells[0].startswith("refused: ")
+    }
+    shown = {path: cells for path, cells in columns.items() if path not in refused}
+    lines = ["| model type | " + " | ".join(shown) + " |", "|---" * (1 + len(shown)) + "|"]
+    for name, *row in zip(general, *shown.values(), strict=True):
+        lines.append(f"| `{name}` | {' | '.join(row)} |")
+    lines += ["", *(f"- **{path}** was refused for all: {why}." for path, why in refused.items())]
     return "\n".join(lines) + "\n\n"
 
 
