@@ -6,7 +6,6 @@ under way, which save, and no other is started; the second ends them at once. If
 killed, the kernel asks them to stop.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
 from rlinf_vl.config.load import load_config
@@ -24,13 +24,13 @@ from rlinf_vl.runtime.gpus import gpu_memory, is_private
 from rlinf_vl.runtime.run_folder import is_locked, locked
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.tools.sweep.plan import Sweep, SweepRun, write_sweep
+from rlinf_vl.user_code import end_with_parent
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 #: Seconds that runs have to end after a second Ctrl-C, before they are killed.
 KILL_S = 20.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -141,13 +141,7 @@ def _wait_until_free(sweep: Sweep, run: SweepRun, stop: StopRequest) -> bool:
 def _start(sweep: Sweep, run: SweepRun, to_file: bool) -> Started:
     """Start a run, whose output goes to this terminal or to `NAME.log` in the sweep's folder."""
     command = [sys.executable, "-m", "rlinf_vl", "train", sweep.config, *sweep.overrides(run)]
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
+    end_with_sweep = partial(end_with_parent, os.getpid(), signal.SIGTERM)
     with ExitStack() as stack:
         output: IO[bytes] | None = None
         if to_file:
@@ -158,7 +152,7 @@ def _start(sweep: Sweep, run: SweepRun, to_file: bool) -> Started:
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
             start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509  # no threads are running yet
+            preexec_fn=end_with_sweep,  # noqa: PLW1509  # no threads are running yet
         )
     return Started(run, process, time.monotonic())
 
