@@ -54,7 +54,7 @@ def read_settings(path: Path) -> Source:
         raise ConfigError(f"config {str(path)!r}: can't be read ({error})") from error
     try:
         source = Source({}, [], [])
-        settings = _settings(text, path, source)
+        source.settings.update(_settings(text, path, source))
     except (
         yaml.YAMLError,
         OmegaConfBaseException,
@@ -66,10 +66,11 @@ def read_settings(path: Path) -> Source:
         raise ConfigError(
             f"config {str(path)!r}: can't be read ({str(error).splitlines()[0]})"
         ) from error
-    if not settings:
+    if not source.settings:
         formats = "YAML, a script with key=value or --key value, or Python with GRPOConfig(…)"
         raise ConfigError(f"config {str(path)!r}: no settings are in it; what is read is {formats}")
-    return Source(settings, list(dict.fromkeys(source.missing)), source.unread)
+    source.missing[:] = dict.fromkeys(source.missing)
+    return source
 
 
 def near(path: Path, name: str) -> Path | None:
