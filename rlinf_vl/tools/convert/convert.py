@@ -88,6 +88,11 @@ class Conversion:
         """Our dotted name → value."""
         return {key: setting.value for key, setting in self.settings.items()}
 
+    def value(self, key: str) -> Any:
+        """Return the value of one of our keys: our default where it is not set."""
+        setting = self.settings.get(key)
+        return setting.value if setting else config_keys()[key].default
+
     def add(self, key: str, value: Any, kind: Kind, text: str) -> None:
         """Set the outcome of one of their keys, in place of an earlier one."""
         self.outcomes[key] = Outcome(key, value, kind, text)
@@ -103,6 +108,11 @@ class Conversion:
         for problem in value_problems(key, value):
             raise ValueError(problem)
         self.settings[key] = Setting(value, comment)
+
+    def change(self, key: str, changed: Any, why: str) -> None:
+        """Set one of our keys anew; `why` goes behind the comment that it has."""
+        old = self.settings.get(key)
+        self.put(key, changed, _comment([old.comment] if old and old.comment else [], why))
 
 
 def convert_file(path: Path, system: str | None = None) -> Conversion:
@@ -255,16 +265,11 @@ def _sort(
                 f"{table.name} has no such key that is known here;{hint(key) or suggestion(key)}",
             )
             continue
+        is_dropped = row.kind == "dropped"
+        unusable: Kind = "dropped" if is_dropped else "refused"
         if isinstance(value, Unreadable):
-            if row.kind == "dropped":
-                conversion.add(key, value, "dropped", row.why)
-            else:
-                conversion.add(
-                    key,
-                    value,
-                    "refused",
-                    f"its value is not in the file ({value}): write it in yourself",
-                )
+            reason = f"its value is not in the file ({value}): write it in yourself"
+            conversion.add(key, value, unusable, row.why if is_dropped else reason)
             continue
         try:
             ours = _converted(row, value)
@@ -278,14 +283,10 @@ def _sort(
                     row.to[0], ours, _comment([key] if key != row.to[0] else [], row.note)
                 )
         except (ValueError, TypeError) as error:
-            conversion.add(
-                key, value, "dropped" if row.kind == "dropped" else "refused", str(error)
-            )
+            conversion.add(key, value, unusable, str(error))
             continue
         if row.kind != "mapped":
-            conversion.add(
-                key, value, "dropped", row.why if row.kind == "dropped" else "off, as here"
-            )
+            conversion.add(key, value, "dropped", row.why if is_dropped else "off, as here")
         elif ours is None and row.role != "tis" and (row.role or not _may_be_null(row.to[0])):
             conversion.add(key, value, "dropped", "null: the default is taken")
         # A pattern may match several keys; ours has room for one value.
@@ -365,14 +366,11 @@ def _derive(q: Quantities, sources: Mapping[str, list[str]], conversion: Convers
             q.refused[error.role] = str(error)
             apply(rule)
 
-    def value(key: str) -> Any:
-        return conversion.written.get(key, config_keys()[key].default)
-
     # The order counts: a rule may need the settings of those before it.
     apply(rules.lengths)
-    group_size = int(value("algorithm.group_size"))
+    group_size = int(conversion.value("algorithm.group_size"))
     apply(lambda q: rules.batches(q, group_size))
-    max_length = int(value("runner.seq_length"))
+    max_length = int(conversion.value("runner.seq_length"))
     apply(lambda q: rules.micro_batches(q, max_length))
     for rule in (
         rules.loss,
@@ -389,8 +387,9 @@ def _derive(q: Quantities, sources: Mapping[str, list[str]], conversion: Convers
         data_rules.datasets,
     ):
         apply(rule)
-    steps, minibatches = int(value("runner.max_steps")), int(value("algorithm.n_minibatches"))
-    apply(lambda q: rules.optimizer(q, max(0, steps) * minibatches))
+    steps = max(0, int(conversion.value("runner.max_steps")))
+    minibatches = int(conversion.value("algorithm.n_minibatches"))
+    apply(lambda q: rules.optimizer(q, steps * minibatches))
 
 
 def _about(outcome: Outcome, key: str) -> bool:
@@ -405,15 +404,18 @@ def _comment(keys: list[str], note: str = "") -> str:
 
 def _fit(conversion: Conversion) -> None:
     """Change settings that the schema refuses in combination, each with a remark."""
+    # The order counts: a later change reads what earlier ones have set.
+    _fit_lengths(conversion)
+    _fit_adapters(conversion)
+    _fit_groups(conversion)
+    _fit_corrections(conversion)
+    _fit_rewards(conversion)
+    _fit_device(conversion)
 
-    def value(key: str) -> Any:
-        return conversion.written.get(key, config_keys()[key].default)
 
-    def change(key: str, changed: Any, why: str) -> None:
-        old = conversion.settings.get(key)
-        comments = [old.comment] if old and old.comment else []
-        conversion.put(key, changed, _comment(comments, why))
-
+def _fit_lengths(conversion: Conversion) -> None:
+    """Raise the longest sequence to prompt and answer, and a micro-batch to its sequences."""
+    value, change = conversion.value, conversion.change
     longest = value("runner.seq_length")
     prompt, budget = value("data.max_prompt_length"), value("runner.max_tokens_per_mbs")
     for section in ("sampling_params", "val_sampling_params"):
@@ -429,6 +431,11 @@ def _fit(conversion: Conversion) -> None:
             longest * sequences,
             f"raised from {budget}: {sequences} of the longest sequence",
         )
+
+
+def _fit_adapters(conversion: Conversion) -> None:
+    """Leave out what LoRA implies and can't combine with."""
+    value, change = conversion.value, conversion.change
     if value("actor.model.is_lora"):
         conversion.settings.pop("actor.model.freeze_vision_tower", None)  # LoRA implies it
         if value("actor.fsdp_config.gradient_checkpointing_use_reentrant"):
@@ -443,6 +450,11 @@ def _fit(conversion: Conversion) -> None:
             change(
                 "actor.fsdp_config.cpu_offload", False, "true there: packed weights are not moved"
             )
+
+
+def _fit_groups(conversion: Conversion) -> None:
+    """Make groups that can be decoded together and compared."""
+    value, change = conversion.value, conversion.change
     group = value("algorithm.group_size")
     if group > value("rollout.max_running_requests"):
         change("rollout.max_running_requests", group, "a group is decoded together")
@@ -452,6 +464,11 @@ def _fit(conversion: Conversion) -> None:
             8,
             "1 there: advantages come from groups here, so choose at least 2",
         )
+
+
+def _fit_corrections(conversion: Conversion) -> None:
+    """Leave corrections of sampling only where their logprobs can be computed."""
+    value, change = conversion.value, conversion.change
     # top_p and top_k truncate the distribution from which the engine samples.
     is_truncated = (
         value("algorithm.sampling_params.top_p") != 1
@@ -473,6 +490,11 @@ def _fit(conversion: Conversion) -> None:
             )
     elif value("algorithm.recompute_logprobs") == "false" and not value("rollout.return_logprobs"):
         change("rollout.return_logprobs", True, "recompute_logprobs: false needs them")
+
+
+def _fit_rewards(conversion: Conversion) -> None:
+    """Make answers differ, and rewards and penalties of them ones that the schema accepts."""
+    value, change = conversion.value, conversion.change
     if value("algorithm.sampling_params.temperature") == 0:
         change(
             "algorithm.sampling_params.temperature", 1.0, "0 there: greedy groups have no spread"
@@ -497,6 +519,11 @@ def _fit(conversion: Conversion) -> None:
     max_answer = value("algorithm.sampling_params.max_new_tokens")
     if max_answer and value("algorithm.overlong.buffer") >= max_answer:
         change("algorithm.overlong.buffer", max_answer - 1, "shorter than the longest answer")
+
+
+def _fit_device(conversion: Conversion) -> None:
+    """Leave out offloading, engines' settings and dtypes that the chosen device does not have."""
+    value, change = conversion.value, conversion.change
     if value("actor.enable_offload") and value("actor.fsdp_config.cpu_offload"):
         change("actor.enable_offload", False, "fsdp_config.cpu_offload does it all the time")
     if value("rollout.rollout_backend") == "torch":
