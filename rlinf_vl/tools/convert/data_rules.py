@@ -14,19 +14,7 @@ def rewards(q: Quantities) -> Iterator[Derived]:
     """Yield the reward functions: by a file's path, or by names."""
     path, names, weights = q("reward_path"), q("reward_names"), q("reward_weights")
     if q.has("vqa_accuracy"):
-        functions: list[dict[str, Any]] = [
-            {"function": "choice", "weight": q.number("vqa_accuracy")}
-        ]
-        for role in ("think_format", "answer_format"):
-            if weight := q.number(role):
-                functions.append(
-                    {
-                        "function": "format",
-                        "weight": weight,
-                        "kwargs": {"tags": [role.partition("_")[0]]},
-                    }
-                )
-        yield Derived("reward.functions", functions)
+        yield Derived("reward.functions", _vqa_functions(q))
         return
     if any(q.has(role) for role in ("reward_right", "reward_wrong", "reward_scale")):
         scale = q.number("reward_scale", 1.0)
@@ -35,52 +23,72 @@ def rewards(q: Quantities) -> Iterator[Derived]:
     kwargs = q("reward_kwargs")
     kwargs = dict(kwargs) if isinstance(kwargs, Mapping) else {}
     if path:
-        path, _, name = str(path).partition(":")
-        name = name or q("reward_name", "main")
-        if f"{path}:{name}".endswith("reward_function/math.py:compute_score"):  # EasyR1's
-            form = float(kwargs.get("format_weight", 0.1))
-            functions = [{"function": "math", "weight": 1 - form}]
-            functions += [
-                {"function": "format", "weight": form, "kwargs": {"tags": ["think"], "box": True}}
-            ]
-            yield Derived("reward.functions", functions, "EasyR1's math.py by ours")
-        elif file := q.find(path):
-            function = {"function": f"{file.resolve()}:{name}"}
-            yield Derived("reward.functions", [function | ({"kwargs": kwargs} if kwargs else {})])
-        else:
-            q.refused["reward_path"] = (
-                f"no file {path!r} near the config: bring it, and name it in reward.functions"
-            )
+        yield from _file_reward(q, str(path), kwargs)
     elif names:
-        functions, reward_names, unknown_names = [], names_of(names), []
-        # Without a weight for each, all functions have our default weight.
-        is_weighted = isinstance(weights, list) and len(weights) == len(reward_names)
-        for i, name in enumerate(reward_names):
-            module, _, leaf = name.rpartition(".")
-            # A function of the user's own is theirs, whatever its name.
-            is_known = not module or module.partition(".")[0] in REWARD_PACKAGES
-            ours = NAMED_REWARDS.get(leaf) if is_known else None
-            if ours is None and module and not module.startswith((".", OWN_MODULE)):
-                ours = {"function": f"{module}:{leaf}"}
-            if ours is None:
-                unknown_names.append(leaf)
-                continue
-            functions.append(ours | ({"weight": weights[i]} if is_weighted else {}))
-        if functions:
-            boxed = [
-                name
-                for name in reward_names
-                if name.rpartition(".")[2] in BOXED_REWARDS
-                and name.partition(".")[0] in (name, *REWARD_PACKAGES)
-            ]
-            note = (
-                f"math pays an answer in \\boxed{{}} only; {', '.join(boxed)} reads others: "
-                "ask for the box in data.prompt_suffix"
-            )
-            yield Derived("reward.functions", functions, note if boxed else "")
-        if unknown_names:
-            paths = ", ".join(f"path/to/file.py:{name}" for name in unknown_names)
-            q.refused["reward_names"] = f"add {paths} to reward.functions"
+        yield from _named_rewards(q, names_of(names), weights)
+
+
+def _vqa_functions(q: Quantities) -> list[dict[str, Any]]:
+    """Return the functions of RLinf's rewards for visual questions, each with its weight."""
+    functions: list[dict[str, Any]] = [{"function": "choice", "weight": q.number("vqa_accuracy")}]
+    for role in ("think_format", "answer_format"):
+        if weight := q.number(role):
+            tags = [role.partition("_")[0]]
+            functions.append({"function": "format", "weight": weight, "kwargs": {"tags": tags}})
+    return functions
+
+
+def _file_reward(q: Quantities, path: str, kwargs: dict[str, Any]) -> Iterator[Derived]:
+    """Yield the reward function in a file, `path:name`."""
+    path, _, name = path.partition(":")
+    name = name or q("reward_name", "main")
+    if f"{path}:{name}".endswith("reward_function/math.py:compute_score"):  # EasyR1's
+        form = float(kwargs.get("format_weight", 0.1))
+        functions = [
+            {"function": "math", "weight": 1 - form},
+            {"function": "format", "weight": form, "kwargs": {"tags": ["think"], "box": True}},
+        ]
+        yield Derived("reward.functions", functions, "EasyR1's math.py by ours")
+    elif file := q.find(path):
+        function = {"function": f"{file.resolve()}:{name}"}
+        yield Derived("reward.functions", [function | ({"kwargs": kwargs} if kwargs else {})])
+    else:
+        q.refused["reward_path"] = (
+            f"no file {path!r} near the config: bring it, and name it in reward.functions"
+        )
+
+
+def _named_rewards(q: Quantities, reward_names: list[str], weights: Any) -> Iterator[Derived]:
+    """Yield the reward functions of TRL's names."""
+    functions, unknown_names = [], []
+    # Without a weight for each, all functions have our default weight.
+    is_weighted = isinstance(weights, list) and len(weights) == len(reward_names)
+    for i, name in enumerate(reward_names):
+        module, _, leaf = name.rpartition(".")
+        # A function of the user's own is theirs, whatever its name.
+        is_known = not module or module.partition(".")[0] in REWARD_PACKAGES
+        ours = NAMED_REWARDS.get(leaf) if is_known else None
+        if ours is None and module and not module.startswith((".", OWN_MODULE)):
+            ours = {"function": f"{module}:{leaf}"}
+        if ours is None:
+            unknown_names.append(leaf)
+            continue
+        functions.append(ours | ({"weight": weights[i]} if is_weighted else {}))
+    if functions:
+        boxed = [
+            name
+            for name in reward_names
+            if name.rpartition(".")[2] in BOXED_REWARDS
+            and name.partition(".")[0] in (name, *REWARD_PACKAGES)
+        ]
+        note = (
+            f"math pays an answer in \\boxed{{}} only; {', '.join(boxed)} reads others: "
+            "ask for the box in data.prompt_suffix"
+        )
+        yield Derived("reward.functions", functions, note if boxed else "")
+    if unknown_names:
+        paths = ", ".join(f"path/to/file.py:{name}" for name in unknown_names)
+        q.refused["reward_names"] = f"add {paths} to reward.functions"
 
 
 #: Packages whose rewards have the names below; so has TRL's command line, without a package.
