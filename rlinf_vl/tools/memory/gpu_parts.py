@@ -57,85 +57,22 @@ def rank_parts(
 ) -> dict[str, Parts]:
     """Return the parts of an actor rank by phase; every `shard` ranks share the weights."""
     fsdp, weights, actor = config.actor.fsdp_config, model.weights, config.actor
-    compute, reduce = (
-        DTYPES[d].itemsize
-        for d in (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype)
-    )
+    compute, _ = _itemsizes(config)
     on_device = 0 if fsdp.cpu_offload else 1
     keeps_gathered = not fsdp.reshard_after_forward or ranks == 1
-    tower_frozen = weights.tower > 0 and not weights.trains_vision
-    has_reference = config.algorithm.kl_beta > 0 and not actor.model.is_lora
     trained, quantized = weights.shard(shard, trained=True), sum(weights.quantized)
     # Trained weights are float32.
     shards = {
         "parameters": (model.stored * (weights.shard(shard) - trained) + 4 * trained) * on_device
     }
     packed = {"4-bit weights": math.ceil(quantized * BITS / 8)} if quantized else {}
-    if has_reference:
+    if _has_reference(config):
         shards["reference"] = compute * weights.shard(shard) * on_device
-    teachers = model.teachers
-    if teachers:
-        shards["teacher"] = compute * sum(t.shard(shard) for t in teachers) * on_device
+    if model.teachers:
+        shards["teacher"] = compute * sum(t.shard(shard) for t in model.teachers) * on_device
     # AdamW's two moments, and the gradients, are float32.
     optimizer = {"optimizer": 8 * trained * on_device}
     sharded_gradients = 4 * trained * on_device
-    # Of experts a rank gathers those that are its own by expert parallelism.
-    expert = expert_parallel_size(config)
-    block = weights.block - _others(weights.block_experts, expert)
-    # A gathered unit and the buffer that it came in, for the block in use and the one fetched
-    # ahead; the root stays whole.
-    blocks = 4 * max(block, 0 if tower_frozen else weights.tower_unit)
-    gathered = (
-        weights.total - quantized - tower_frozen * weights.tower - _others(weights.experts, expert)
-        if keeps_gathered
-        else weights.root + blocks
-    )
-    if has_reference:
-        gathered += (
-            weights.total - weights.tower - _others(weights.experts, expert)
-            if keeps_gathered
-            else weights.root + blocks
-        )
-    if teachers and keeps_gathered:
-        gathered += sum(teacher.total for teacher in teachers)
-    elif teachers:
-        # They run one after the other: each leaves its root whole, and the blocks of one are in use.
-        gathered += sum(teacher.root for teacher in teachers)
-        gathered += 4 * max(max(teacher.block, teacher.tower_unit) for teacher in teachers)
-    train = {
-        # Of quantized weights, one is dense at a time.
-        "gathered weights": compute * (gathered + max(weights.quantized, default=0)),
-        # Where weights stay gathered, gradients add up whole, in the dtype they are reduced in,
-        # until the last micro-batch.
-        "gradients": max(
-            sharded_gradients,
-            reduce * (weights.trained - _others(weights.trained_experts, expert)),
-        )
-        if keeps_gathered
-        else sharded_gradients,
-        # A unit's own, and the buffer of its reduction.
-        "gradients in flight": (compute + reduce)
-        * (weights.unit_trained - _others(weights.block_trained_experts, expert)),
-        "activations": model.step(
-            config.runner.max_tokens_per_mbs,
-            actor.context_parallel_size,
-            fsdp.gradient_checkpointing,
-        ).peak,
-    }
-    if expert > 1:
-        train["expert exchange"] = _exchanged(config, model, compute)
-    images = {}
-    if tower_frozen:
-        tower = weights.tower if keeps_gathered else 4 * weights.tower_unit
-        images["gathered weights"] = compute * (weights.root + tower)
-        images["activations"] = model.images(config.runner.max_tokens_per_mbs).peak
-    sent_itemsize = DTYPES[config.rollout.model.precision].itemsize
-    sync = {
-        # A weight is cast, then gathered (`actor.mesh.whole_tensors`): one whole, and its copy in
-        # the order of its rows, or the one before.
-        "gathered weights": 2 * sent_itemsize * weights.largest,
-        "buckets in flight": strategy.sender_peak_bytes(sent_itemsize * weights.largest),
-    }
     # Shards that were read go to the device as they are. Of whole weights FSDP2 moves a unit there,
     # and drops it for its shard.
     unit_bytes = model.stored * max(weights.root, weights.block, weights.tower_unit)
@@ -146,7 +83,7 @@ def rank_parts(
         "rank context": CONTEXT_BYTES + NCCL_BYTES * (ranks > 1),
         "allocator": RESIDUE_BYTES,
     }
-    n_caches = tower_frozen + sum(teacher.tower > 0 for teacher in teachers)
+    n_caches = _has_frozen_tower(model) + sum(teacher.tower > 0 for teacher in model.teachers)
     cache = {"vision cache": n_caches * int(actor.vision_cache_gb * GIB)}
     training = process_parts | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
@@ -155,9 +92,103 @@ def rank_parts(
         # An optimizer's state is made by a step, and then overwritten.
         "resume": process_parts | shards | optimizer | {"gradients": sharded_gradients},
         "generate": process_parts | resident | cache,
-        "images": _with_slack(training, images),
-        "train": _with_slack(training, train),
-        "sync": _with_slack(process_parts | shards | cache | resident, sync),
+        "images": _with_slack(training, _image_parts(config, model, keeps_gathered)),
+        "train": _with_slack(
+            training, _train_parts(config, model, keeps_gathered, sharded_gradients)
+        ),
+        "sync": _with_slack(
+            process_parts | shards | cache | resident, _sync_parts(config, model, strategy)
+        ),
+    }
+
+
+def _itemsizes(config: Config) -> tuple[int, int]:
+    """Return the bytes of an element in forward and backward, and in reductions of gradients."""
+    precision = config.actor.fsdp_config.mixed_precision
+    return DTYPES[precision.param_dtype].itemsize, DTYPES[precision.reduce_dtype].itemsize
+
+
+def _has_reference(config: Config) -> bool:
+    """Return whether a rank holds reference weights: under LoRA they are the policy's own."""
+    return config.algorithm.kl_beta > 0 and not config.actor.model.is_lora
+
+
+def _has_frozen_tower(model: Model) -> bool:
+    """Return whether there is a vision tower that is not trained."""
+    return model.weights.tower > 0 and not model.weights.trains_vision
+
+
+def _train_parts(
+    config: Config, model: Model, keeps_gathered: bool, sharded_gradients: int
+) -> Parts:
+    """Return the passing parts of forward, backward and optimizer step."""
+    weights, expert = model.weights, expert_parallel_size(config)
+    compute, reduce = _itemsizes(config)
+    gathered = _gathered_elements(config, model, keeps_gathered)
+    # Where weights stay gathered, gradients add up whole, in the dtype they are reduced in, until
+    # the last micro-batch.
+    whole_gradients = reduce * (weights.trained - _others(weights.trained_experts, expert))
+    train = {
+        # Of quantized weights, one is dense at a time.
+        "gathered weights": compute * (gathered + max(weights.quantized, default=0)),
+        "gradients": max(sharded_gradients, whole_gradients if keeps_gathered else 0),
+        # A unit's own, and the buffer of its reduction.
+        "gradients in flight": (compute + reduce)
+        * (weights.unit_trained - _others(weights.block_trained_experts, expert)),
+        "activations": model.step(
+            config.runner.max_tokens_per_mbs,
+            config.actor.context_parallel_size,
+            config.actor.fsdp_config.gradient_checkpointing,
+        ).peak,
+    }
+    if expert > 1:
+        train["expert exchange"] = _exchanged(config, model, compute)
+    return train
+
+
+def _gathered_elements(config: Config, model: Model, keeps_gathered: bool) -> int:
+    """Return the elements of policy, reference and teachers that a step has gathered."""
+    weights, teachers, has_reference = model.weights, model.teachers, _has_reference(config)
+    # Of experts a rank gathers those that are its own by expert parallelism.
+    expert = expert_parallel_size(config)
+    if keeps_gathered:
+        whole = weights.total - _others(weights.experts, expert)
+        tower = _has_frozen_tower(model) * weights.tower
+        reference = has_reference * (whole - weights.tower)
+        policy = whole - sum(weights.quantized) - tower
+        return policy + reference + sum(teacher.total for teacher in teachers)
+    block = weights.block - _others(weights.block_experts, expert)
+    # A gathered unit and the buffer that it came in, for the block in use and the one fetched
+    # ahead; the root stays whole.
+    blocks = 4 * max(block, 0 if _has_frozen_tower(model) else weights.tower_unit)
+    gathered = (1 + has_reference) * (weights.root + blocks)
+    if teachers:
+        # They run one after the other: each leaves its root whole, and the blocks of one are in use.
+        gathered += sum(teacher.root for teacher in teachers)
+        gathered += 4 * max(max(teacher.block, teacher.tower_unit) for teacher in teachers)
+    return gathered
+
+
+def _image_parts(config: Config, model: Model, keeps_gathered: bool) -> Parts:
+    """Return the passing parts of a frozen tower on the step's images; {} without one."""
+    if not _has_frozen_tower(model):
+        return {}
+    weights, (compute, _) = model.weights, _itemsizes(config)
+    tower = weights.tower if keeps_gathered else 4 * weights.tower_unit
+    return {
+        "gathered weights": compute * (weights.root + tower),
+        "activations": model.images(config.runner.max_tokens_per_mbs).peak,
+    }
+
+
+def _sync_parts(config: Config, model: Model, strategy: Strategy) -> Parts:
+    """Return the passing parts of a weight sync."""
+    largest_bytes = DTYPES[config.rollout.model.precision].itemsize * model.weights.largest
+    return {
+        # A weight is cast, then gathered (`actor.mesh.whole_tensors`): one whole, and its copy in
+        # the order of its rows, or the one before.
+        "gathered weights": 2 * largest_bytes,
+        "buckets in flight": strategy.sender_peak_bytes(largest_bytes),
     }
 
 

@@ -239,44 +239,23 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
     share = config.rollout.gpu_memory_utilization
     if isinstance(share, str):
         free_bytes = hardware.usable - other_bytes
-        wake_bytes = WAKE_RESERVE_BYTES - RESERVE_BYTES if is_shared else 0
-        fitting_share = _rounded_share(free_bytes - wake_bytes, share_base)
-        if is_shared:
-            # A full GPU gives up the margin before it gives up the run.
-            roomy_share = _rounded_share(free_bytes - MARGIN_BYTES, share_base)
-            needed_share = math.ceil(100 * smallest_share) / 100
-            fitting_share = min(fitting_share, max(roomy_share, needed_share))
-        share = max(0.0, min(MOST_SHARE, fitting_share))
+        share = _automatic_share(free_bytes, share_base, smallest_share, is_shared)
     kv_bytes = max(0, int(share * share_base) - engine_weights)
     with_weights = {"engine weights": engine_weights} | engine
     with_cache = {"KV cache": kv_bytes} | with_weights
+    # Engines with small weights keep them while they sleep (`release_tags`).
+    loses_weights = "weights" in release_tags(engine_weights, hardware.gpu_bytes)
     gpus = []
     if is_shared:
-        # Engines with small weights keep them while they sleep (`release_tags`).
-        asleep = (
-            engine
-            if "weights" in release_tags(engine_weights, hardware.gpu_bytes)
-            else with_weights
-        )
+        asleep = engine if loses_weights else with_weights
         engines = {"generate": with_cache, "sync": with_weights}
-        gpus.append(
-            Gpu(
-                "collocated",
-                {phase: parts | engines.get(phase, asleep) for phase, parts in rank_phases.items()},
-            )
-        )
+        phases = {name: parts | engines.get(name, asleep) for name, parts in rank_phases.items()}
+        gpus.append(Gpu("collocated", phases))
     if set(placement.actor) - set(placement.rollout):
         gpus.append(Gpu("actor", rank_phases))
     if not placement.beside_actors:
-        gpus.append(
-            Gpu(
-                "rollout",
-                {
-                    "generate": with_cache,
-                    "sync": with_cache | {"buckets in flight": received_bytes},
-                },
-            )
-        )
+        arriving = with_cache | {"buckets in flight": received_bytes}
+        gpus.append(Gpu("rollout", {"generate": with_cache, "sync": arriving}))
     trace = model.step(
         config.runner.max_tokens_per_mbs,
         config.actor.context_parallel_size,
@@ -288,6 +267,20 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
         config, hardware, tuple(gpus), share, kv_token_bytes // per_token, trace, model.shape_source
     )
     return replace(memory_ledger, problems=tuple(_problems(memory_ledger, smallest_share)))
+
+
+def _automatic_share(
+    free_bytes: int, share_base: int, smallest_share: float, is_shared: bool
+) -> float:
+    """Return the share that `auto` stands for: `free_bytes` are left to weights and KV cache."""
+    wake_bytes = WAKE_RESERVE_BYTES - RESERVE_BYTES if is_shared else 0
+    fitting_share = _rounded_share(free_bytes - wake_bytes, share_base)
+    if is_shared:
+        # A full GPU gives up the margin before it gives up the run.
+        roomy_share = _rounded_share(free_bytes - MARGIN_BYTES, share_base)
+        needed_share = math.ceil(100 * smallest_share) / 100
+        fitting_share = min(fitting_share, max(roomy_share, needed_share))
+    return max(0.0, min(MOST_SHARE, fitting_share))
 
 
 def _rounded_share(available_bytes: int, share_base: int) -> float:
