@@ -84,68 +84,25 @@ def _logprobs(batch: Batch, _: Calculation) -> Iterator[Variant]:
 
 def _advantages(batch: Batch, _: Calculation) -> Iterator[Variant]:
     algorithm = batch.algorithm
-    normalize = bool(algorithm.normalize_advantages)
     stage = "advantages"
-    if normalize:
-        yield Variant(
-            "std-population",
-            stage,
-            "take the standard deviation with n instead of n - 1",
-            switches={"std": "population"},
-        )
-        yield Variant(
-            "no-std",
-            stage,
-            "do not divide by the standard deviation",
-            {"normalize_advantages": False},
-        )
-        yield Variant(
-            "std-batch",
-            stage,
-            "divide by the standard deviation of the whole batch",
-            switches={"std": "batch"},
-        )
-        for eps in (1e-4, 1e-8, 1e-5, 1e-3, 0.0):
-            text = f"add {eps:g} instead of 1e-06 to the standard deviation"
-            yield Variant("eps", stage, text, switches={"eps": eps})
-        for eps in (1e-6, 1e-8, 1e-5, 1e-4, 1e-3):
-            switches = {"eps": eps, "eps_place": "inside"}
-            text = f"add {eps:g} to the variance, inside the root"
-            yield Variant("eps-inside", stage, text, switches=switches)
-    else:
-        text = "divide by the group's standard deviation"
-        yield Variant("std", stage, text, {"normalize_advantages": True})
-    yield Variant(
-        "leave-one-out",
-        stage,
-        "take the mean of the group's other rewards as baseline",
-        {"adv_type": "rloo"},
-    )
-    yield Variant(
-        "baseline-batch",
-        stage,
-        "take the mean of the whole batch as baseline",
-        switches={"baseline": "batch"},
-    )
+    yield from _deviations(bool(algorithm.normalize_advantages))
+    text = "take the mean of the group's other rewards as baseline"
+    yield Variant("leave-one-out", stage, text, {"adv_type": "rloo"})
+    text = "take the mean of the whole batch as baseline"
+    yield Variant("baseline-batch", stage, text, switches={"baseline": "batch"})
     yield Variant("no-baseline", stage, "subtract no baseline", switches={"baseline": "none"})
     for name in built_ins("estimators"):
         if name not in (algorithm.adv_type, "rloo", "dr_grpo"):
-            yield Variant(
-                f"adv-{name}", stage, f"compute the advantages of {name}", {"adv_type": name}
-            )
-    yield Variant(
-        "tie-noise",
-        stage,
-        "train groups whose rewards tie on rounding noise (float32 mean, no guard)",
-        switches={"ties": "noise"},
-    )
+            text = f"compute the advantages of {name}"
+            yield Variant(f"adv-{name}", stage, text, {"adv_type": name})
+    text = "train groups whose rewards tie on rounding noise (float32 mean, no guard)"
+    yield Variant("tie-noise", stage, text, switches={"ties": "noise"})
     text = "let a group of one keep its reward as advantage"
     yield Variant("single", stage, text, switches={"single": "reward"})
     text = "whiten the advantages once more over the batch"
     yield Variant("whitened", stage, text, switches={"whiten": True})
-    yield Variant(
-        "advantage-sign", stage, "negate the advantages", switches={"advantage_sign": -1.0}
-    )
+    text = "negate the advantages"
+    yield Variant("advantage-sign", stage, text, switches={"advantage_sign": -1.0})
     if "ref_logprobs" in batch.columns and algorithm.kl_beta:
         if algorithm.kl_placement == "loss":
             for estimator in ("k1", "k3", "k2"):
@@ -155,6 +112,28 @@ def _advantages(batch: Batch, _: Calculation) -> Iterator[Variant]:
         else:
             text = "do not subtract the KL from the rewards"
             yield Variant("kl-in-loss", stage, text, {"kl_placement": "loss"})
+
+
+def _deviations(normalize: bool) -> Iterator[Variant]:
+    """Yield the other standard deviations by which advantages are divided, or not."""
+    stage = "advantages"
+    if not normalize:
+        text = "divide by the group's standard deviation"
+        yield Variant("std", stage, text, {"normalize_advantages": True})
+        return
+    text = "take the standard deviation with n instead of n - 1"
+    yield Variant("std-population", stage, text, switches={"std": "population"})
+    text = "do not divide by the standard deviation"
+    yield Variant("no-std", stage, text, {"normalize_advantages": False})
+    text = "divide by the standard deviation of the whole batch"
+    yield Variant("std-batch", stage, text, switches={"std": "batch"})
+    for eps in (1e-4, 1e-8, 1e-5, 1e-3, 0.0):
+        text = f"add {eps:g} instead of 1e-06 to the standard deviation"
+        yield Variant("eps", stage, text, switches={"eps": eps})
+    for eps in (1e-6, 1e-8, 1e-5, 1e-4, 1e-3):
+        switches = {"eps": eps, "eps_place": "inside"}
+        text = f"add {eps:g} to the variance, inside the root"
+        yield Variant("eps-inside", stage, text, switches=switches)
 
 
 def _ratio(batch: Batch, _: Calculation) -> Iterator[Variant]:
