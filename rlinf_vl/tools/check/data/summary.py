@@ -71,13 +71,8 @@ def summarize(
 def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
     """Return the figures of a split; those of tokens only if `tokens` were counted."""
     result, facts, usable = split.result, split.facts, split.usable
-    images = [image for row in facts for image in row.images if not image.frames]
-    # sizes are of distinct images: one that many rows share would hide the others
-    distinct = {image.hash: image for image in images}.values()
     kinds = Counter(row.kind for row in result.bad.values())
     answers = Counter(row.answer for row in usable)
-    # number of images → rows
-    rows_by_images = Counter(row.n_images for row in facts)
     figures: dict[str, Any] = {
         "paths": list(split.paths),
         "rows": len(split.ids),
@@ -100,14 +95,7 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
             {"row": n, "id": split.ids[n], "tokens": t, "images_lost": lost}
             for n, (t, lost) in result.cut.items()
         ],
-        "images": {
-            "in_all": len(images),
-            "distinct": len(distinct),
-            "per_row": {str(n): rows for n, rows in sorted(rows_by_images.items())},
-            "width": _spread([image.width for image in distinct]),
-            "height": _spread([image.height for image in distinct]),
-            "bytes": _spread([image.bytes for image in distinct]),
-        },
+        "images": _images(facts),
         "videos": _videos(facts),
         "answers": {
             "distinct": len(answers),
@@ -134,6 +122,23 @@ def _figures(split: Split, config: Config, tokens: bool) -> dict[str, Any]:
         }
         figures["budgets"] = _budgets(facts, row_limit(config).value, config.data.image_max_pixels)
     return figures
+
+
+def _images(facts: Sequence[RowFacts]) -> dict[str, Any]:
+    """Return the figures of the images of these rows."""
+    images = [image for row in facts for image in row.images if not image.frames]
+    # sizes are of distinct images: one that many rows share would hide the others
+    distinct = {image.hash: image for image in images}.values()
+    # number of images → rows
+    rows_by_images = Counter(row.n_images for row in facts)
+    return {
+        "in_all": len(images),
+        "distinct": len(distinct),
+        "per_row": {str(n): rows for n, rows in sorted(rows_by_images.items())},
+        "width": _spread([image.width for image in distinct]),
+        "height": _spread([image.height for image in distinct]),
+        "bytes": _spread([image.bytes for image in distinct]),
+    }
 
 
 def _videos(facts: Sequence[RowFacts]) -> dict[str, Any]:
