@@ -288,8 +288,6 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
         finding = f"fla-core {fla_version}" if fla_version else "fla-core is not installed"
         yield line("gated delta nets", finding, not fla_version and hint, "warn")
     weights, runner = model.weights, config.runner
-    # A new checkpoint is complete before the oldest is deleted.
-    n_checkpoints = max(1, runner.keep_last) + runner.keep_best + 1
     # A rank reads its own rows into host memory, an engine the whole model.
     is_hybrid = config.actor.fsdp_config.strategy == "hsdp"
     share = weights.shard(ranks if is_hybrid else ranks * nodes)
@@ -312,19 +310,7 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
         finding += f"; the copy of a checkpoint that is written while training goes on, {checkpoint_bytes / nodes / GIB:.1f}"
         problem = problem or "set runner.async_save=false"
     yield line("memory", finding, problem, "warn")
-    finding = f"{_size(machine.run_disk)} free for runs, where {n_checkpoints} checkpoints of {_size(checkpoint_bytes)} lie at once"
-    hint = (
-        "make room, set runner.checkpoint_dir to a larger disk or a URL, or lower runner.keep_last"
-    )
-    status = "fail" if machine.run_disk < checkpoint_bytes else "warn"
-    if "://" in (runner.checkpoint_dir or ""):
-        finding, hint = (
-            f"{_size(machine.run_disk)} free for runs; checkpoints go to {runner.checkpoint_dir}",
-            "",
-        )
-    yield line(
-        "disk", finding, machine.run_disk < n_checkpoints * checkpoint_bytes and hint, status
-    )
+    yield _disk(machine, config, checkpoint_bytes)
     hint = (
         machine.cache_disk < 2 * weights.total and "set RLINF_VL_CACHE and HF_HOME to a larger disk"
     )
@@ -332,6 +318,22 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
     if model.family.vision_tower:
         side = model.family.token_side(model.shape.vision_config.to_dict())
         yield _image_tokens(config, side)
+
+
+def _disk(machine: Machine, config: Config, checkpoint_bytes: float) -> Line:
+    """Return the finding about the disk of runs and their checkpoints."""
+    runner, free = config.runner, _size(machine.run_disk)
+    # A new checkpoint is complete before the oldest is deleted.
+    n_checkpoints = max(1, runner.keep_last) + runner.keep_best + 1
+    finding = f"{free} free for runs, where {n_checkpoints} checkpoints of {_size(checkpoint_bytes)} lie at once"
+    hint = (
+        "make room, set runner.checkpoint_dir to a larger disk or a URL, or lower runner.keep_last"
+    )
+    status = "fail" if machine.run_disk < checkpoint_bytes else "warn"
+    if "://" in (runner.checkpoint_dir or ""):
+        finding, hint = f"{free} free for runs; checkpoints go to {runner.checkpoint_dir}", ""
+    is_short = machine.run_disk < n_checkpoints * checkpoint_bytes
+    return line("disk", finding, is_short and hint, status)
 
 
 def _most_checkpoint_bytes(model_path: str) -> float:
