@@ -1,6 +1,6 @@
 """Make a rank's micro-batches in the background while it trains; encode each image only once."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.batch_types import Advantages, RankMiniBatch
+from rlinf_vl.actor.batch_types import Advantages, Logprobs, RankMiniBatch
 from rlinf_vl.actor.mesh import reshard_all
 from rlinf_vl.models.family import VisionFeatures
 from rlinf_vl.models.image_tokens import ImageTokens
@@ -17,6 +17,7 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import PixelCache
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.packing.collator import Collator, Member
+from rlinf_vl.packing.planner import Item
 from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch
 
 T = TypeVar("T")
@@ -35,6 +36,34 @@ class ReferencePass:
 
     old_logprobs: list[list[torch.Tensor]]
     kl_to_end: list[list[np.ndarray]] = field(default_factory=list)
+
+    def penalized(self, batch: MicroBatch, m: int, i: int, scale: float) -> MicroBatch:
+        """Return micro-batch `i` of mini-batch `m`, advantages less `scale` times the KL to the
+        end."""
+        kl_penalty = (scale * self.kl_to_end[m][i]).astype(np.float32)
+        return replace(batch, advantages=batch.advantages - kl_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRecord:
+    """The logprobs of a step's recorded groups, on their device until all are there."""
+
+    groups: Collection[int]
+    logprobs: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, items: Sequence[Item], batch: MicroBatch, logprobs: torch.Tensor) -> None:
+        """Add those of a micro-batch made of `items`: `logprobs`, of its sampled tokens."""
+        for place, item in enumerate(items):
+            if item.group in self.groups:
+                begin, end = np.searchsorted(batch.trajectories, (place, place + 1))
+                self.logprobs.setdefault(item.group, {})[item.index] = logprobs[begin:end]
+
+    def on_host(self) -> Logprobs:
+        """Return all of them, copied to the host."""
+        host: Logprobs = {}
+        for group, by_trajectory in self.logprobs.items():
+            host[group] = {index: x.cpu().numpy() for index, x in by_trajectory.items()}
+        return host
 
 
 def prefetched(items: Iterable[T]) -> Iterator[T]:

@@ -22,6 +22,7 @@ from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.models.family import VisionFeatures
 from rlinf_vl.models.lora import adapters_off
+from rlinf_vl.models.mixture import ExpertLoad
 from rlinf_vl.models.policy import Candidates, PolicyModel
 from rlinf_vl.models.transfer import on_device
 from rlinf_vl.observe.spans import span
@@ -45,6 +46,21 @@ class MicroBatchInputs:
     corrupted: ModelInput | None
     teachers: "tuple[TeacherInput, ...]"
     forwards: "AuxiliaryForwards"
+
+    def run(
+        self, number: int, load: ExpertLoad | None, balance: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Passes]:
+        """Run all forwards of micro-batch `number`.
+
+        Returns:
+            The policy's logprobs and entropies, float32 [R], and the results of the others.
+        """
+        passes, candidates = self.before_policy(), self.forwards.candidates()
+        with span("forward", micro_batch=number):
+            logprobs, entropy = self.forwards.policy(*self.policy, load, balance, candidates)
+        assert entropy is not None, "a forward with gradients gives the entropy"
+        passes = self.after_policy(passes, logprobs, candidates)
+        return logprobs if candidates is None else logprobs[:, 0], entropy, passes
 
     def before_policy(self) -> Passes:
         """Run the forwards that precede the policy's: of the reference, and on corrupted images.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor import checkpoint
 from rlinf_vl.actor.batch_types import Advantages, Logprobs, RankMiniBatch, TurnKl
-from rlinf_vl.actor.batches import BatchMaker, ReferencePass, turn_kl
+from rlinf_vl.actor.batches import BatchMaker, LogprobRecord, ReferencePass, turn_kl
 from rlinf_vl.actor.expert_sharding import check_policy
 from rlinf_vl.actor.gradients import clip_gradient
 from rlinf_vl.actor.loss import micro_batch_loss, needs_start
@@ -212,8 +212,7 @@ class Trainer:
             This rank's part of the metrics, and the old logprobs of the trajectories that it has
             trained on, of the groups `recorded`.
         """
-        sums = MetricSums()
-        recorded_logprobs: dict[int, dict[int, torch.Tensor]] = {}
+        sums, record = MetricSums(), LogprobRecord(recorded)
         with span("images"):
             self.batches.prepare(groups.values())
             self.forwards.prepare(self.batches, groups.values(), seed)
@@ -225,21 +224,14 @@ class Trainer:
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
-            for i, inputs in enumerate(
-                self.forwards.inputs(self.batches, mini, groups, advantages)
-            ):
-                batch, features = inputs.policy
+            forwards = self.forwards.inputs(self.batches, mini, groups, advantages)
+            for i, inputs in enumerate(forwards):
+                batch, _ = inputs.policy
                 if reference_pass is not None and kl_scale:
-                    kl_penalty = (kl_scale * reference_pass.kl_to_end[m][i]).astype(np.float32)
-                    batch = replace(batch, advantages=batch.advantages - kl_penalty)
-                passes, candidates = inputs.before_policy(), self.forwards.candidates()
-                reduce_in_backward(
-                    self.policy, not gathers_once or i == len(mini.micro_batches) - 1
-                )
-                with span("forward", micro_batch=i):
-                    logprobs, entropy = self.policy(batch, features, load, balance, candidates)
-                passes = inputs.after_policy(passes, logprobs, candidates)
-                logprobs = logprobs if candidates is None else logprobs[:, 0]
+                    batch = reference_pass.penalized(batch, m, i, kl_scale)
+                is_last = i == len(mini.micro_batches) - 1
+                reduce_in_backward(self.policy, not gathers_once or is_last)
+                logprobs, entropy, passes = inputs.run(i, load, balance)
                 # In the first mini-batch the weights are still those of the start, so the forward's
                 # own logprobs are the old ones.
                 start = (
@@ -259,18 +251,12 @@ class Trainer:
                 with span("backward", micro_batch=i):
                     # FSDP2 averages gradients; the loss is a sum over ranks.
                     (loss * self.mesh.size).backward()
-                if not self.mesh.reports:
-                    continue
-                # A sum over micro-batches and ranks: `_optimize` adds its count, once.
-                metrics.add("actor/loss", loss.detach(), 0)
-                sums.merge(metrics)
-                for place, item in enumerate(mini.micro_batches[i]):
-                    if item.group in recorded:
-                        begin, end = np.searchsorted(batch.trajectories, (place, place + 1))
-                        trained_logprobs = logprobs.detach() if start is None else start
-                        recorded_logprobs.setdefault(item.group, {})[item.index] = trained_logprobs[
-                            begin:end
-                        ]
+                if self.mesh.reports:
+                    # A sum over micro-batches and ranks: `_optimize` adds its count, once.
+                    metrics.add("actor/loss", loss.detach(), 0)
+                    sums.merge(metrics)
+                    trained_logprobs = logprobs.detach() if start is None else start
+                    record.add(mini.micro_batches[i], batch, trained_logprobs)
             with span("optimizer", mini_batch=m):
                 sums.merge(self._optimize())
             if load is not None:
@@ -278,10 +264,7 @@ class Trainer:
         sums.add("actor/lr", self.scheduler.get_last_lr()[0], 1)
         for name, gib in self.memory.measured().items():
             sums.maximum(name, gib)
-        logprobs_on_host: Logprobs = {}
-        for group, by_trajectory in recorded_logprobs.items():
-            logprobs_on_host[group] = {index: x.cpu().numpy() for index, x in by_trajectory.items()}
-        return sums, logprobs_on_host
+        return sums, record.on_host()
 
     @torch.no_grad()
     def reference_kl(
