@@ -84,34 +84,14 @@ def micro_batch_loss(
     sequences = batch.turns if algorithm.turns_are_sequences else batch.trajectories
     n_segments = int(sequences.max()) + 1 if n_tokens else 0
     segments: Any = {"segment_ids": on_device(sequences, device), "n_segments": n_segments}
-    rollout_logprobs = (
-        None if batch.rollout_logprobs is None else on_device(batch.rollout_logprobs, device)
-    )
-    current_logprobs = logprobs.detach()
-    trainer_logprobs = current_logprobs if start_logprobs is None else start_logprobs
+    trainer_logprobs = logprobs.detach() if start_logprobs is None else start_logprobs
+    rollout_logprobs, n_compared = _engine_logprobs(batch, trainer_logprobs)
     versions = on_device(batch.versions, device)
-    n_compared: Any = n_tokens
-    if rollout_logprobs is not None and batch.corrupted is not None:
-        # Tokens sampled on another image than they are trained on: their logprobs differ by intent,
-        # so nothing is corrected or compared.
-        corrupted = on_device(batch.corrupted, device)
-        rollout_logprobs = torch.where(corrupted, trainer_logprobs, rollout_logprobs)
-        n_compared = n_tokens - corrupted.sum()
-    # The denominator of the loss's ratio: `algorithm.old_policy` says of which weights.
     ratio_base = trainer_logprobs
     if algorithm.old_policy != "start":
-        assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
-        ratio_base = rollout_logprobs
-        if algorithm.old_policy == "interpolated":
-            staleness = (version - versions).clamp(min=0)
-            ratio_base = interpolated_logprobs(current_logprobs, rollout_logprobs, staleness)
-    weights, clip = None, algorithm.importance_sampling_clip
-    if algorithm.importance_sampling_fix:
-        assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
-        level = algorithm.importance_sampling_level
-        weights = importance_weights(
-            ratio_base, rollout_logprobs, mask, clip=clip, level=level, **segments
-        )
+        staleness = (version - versions).clamp(min=0)
+        ratio_base = _stale_logprobs(logprobs.detach(), rollout_logprobs, staleness, algorithm)
+    weights = _engine_correction(ratio_base, rollout_logprobs, mask, algorithm, segments)
     loss_mask, sums = reject(
         trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments
     )
@@ -130,21 +110,10 @@ def micro_batch_loss(
         versions=versions,
         version=version,
         columns=_Columns(batch.columns, device),
-        clip_low=algorithm.clip_ratio_low,
-        clip_high=algorithm.clip_ratio_high,
-        clip_c=algorithm.clip_ratio_c,
-        tau_pos=algorithm.tau_pos,
-        tau_neg=algorithm.tau_neg,
+        **_bounds(algorithm),
         **segments,
     )
-    try:
-        per_token, stats = weighted_loss(inputs, formula_of(loss_code or algorithm.loss_type))
-    except Exception as error:  # a user's code may raise anything
-        if loss_code is None:
-            raise
-        raise RunError(
-            f"algorithm.loss_type: {algorithm.loss_type} failed: {type(error).__name__}: {error}"
-        ) from error
+    per_token, stats = _policy_loss(inputs, algorithm.loss_type, loss_code)
     # Terms of weight 0 are reported only.
     for name, weight, values in extra_terms(logprobs, entropy, passes, algorithm):
         per_token = per_token + weight * values if weight else per_token
@@ -152,24 +121,108 @@ def micro_batch_loss(
     assert algorithm.loss_agg_func is not None
     mode = algorithm.loss_agg_func.removesuffix("-norm")  # its constant length is in `denominator`
     loss = aggregate(per_token, loss_mask, mode=mode, denominator=denominator, **segments)
-    if not n_tokens:
-        return loss, sums
-    n_trained = loss_mask.sum()
+    if n_tokens:
+        _add_clip_metrics(sums, inputs, stats)
+        _add_engine_metrics(sums, inputs, n_compared, algorithm.importance_sampling_clip)
+    return loss, sums
+
+
+def _engine_logprobs(
+    batch: MicroBatch, trainer_logprobs: torch.Tensor
+) -> tuple[torch.Tensor | None, Any]:
+    """Return the engine's logprobs, if it gave any, and how many tokens they can be compared on.
+
+    Tokens sampled on another image than they are trained on get the trainer's: their logprobs
+    differ by intent, so nothing is corrected or compared.
+    """
+    n_compared: Any = len(trainer_logprobs)
+    if batch.rollout_logprobs is None:
+        return None, n_compared
+    rollout_logprobs = on_device(batch.rollout_logprobs, trainer_logprobs.device)
+    if batch.corrupted is not None:
+        corrupted = on_device(batch.corrupted, trainer_logprobs.device)
+        rollout_logprobs = torch.where(corrupted, trainer_logprobs, rollout_logprobs)
+        n_compared = n_compared - corrupted.sum()
+    return rollout_logprobs, n_compared
+
+
+def _stale_logprobs(
+    current_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+    staleness: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> torch.Tensor:
+    """Return the denominator of the loss's ratio where `algorithm.old_policy` is not the start."""
+    assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
+    if algorithm.old_policy == "interpolated":
+        return interpolated_logprobs(current_logprobs, rollout_logprobs, staleness)
+    return rollout_logprobs
+
+
+def _bounds(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the settings that bound the ratio, by their name in `LossInputs`."""
+    return {
+        "clip_low": algorithm.clip_ratio_low,
+        "clip_high": algorithm.clip_ratio_high,
+        "clip_c": algorithm.clip_ratio_c,
+        "tau_pos": algorithm.tau_pos,
+        "tau_neg": algorithm.tau_neg,
+    }
+
+
+def _engine_correction(
+    ratio_base: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+    mask: torch.Tensor,
+    algorithm: AlgorithmConfig,
+    segments: Any,
+) -> torch.Tensor | None:
+    """Return the importance weights of `algorithm.importance_sampling_fix`; None without it."""
+    if not algorithm.importance_sampling_fix:
+        return None
+    assert rollout_logprobs is not None, "validation asks for rollout.return_logprobs"
+    clip, level = algorithm.importance_sampling_clip, algorithm.importance_sampling_level
+    return importance_weights(
+        ratio_base, rollout_logprobs, mask, clip=clip, level=level, **segments
+    )
+
+
+def _policy_loss(
+    inputs: LossInputs, loss_type: str, code: Callable[..., torch.Tensor] | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of each token, and its statistics; RunError: the user's code fails."""
+    try:
+        return weighted_loss(inputs, formula_of(code or loss_type))
+    except Exception as error:  # a user's code may raise anything
+        if code is None:
+            raise
+        raise RunError(
+            f"algorithm.loss_type: {loss_type} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _add_clip_metrics(
+    sums: MetricSums, inputs: LossInputs, stats: Mapping[str, torch.Tensor]
+) -> None:
+    """Add what the loss clipped, and how far the policy has moved, over the trained tokens."""
+    n_trained = inputs.mask.sum()
     for name in ("clip_fraction", "dual_clip_fraction", "approx_kl"):
-        if name in stats and (name != "dual_clip_fraction" or algorithm.clip_ratio_c is not None):
+        if name in stats and (name != "dual_clip_fraction" or inputs.clip_c is not None):
             sums.add(f"actor/{name}", stats[name] * n_trained, n_trained)
+
+
+def _add_engine_metrics(sums: MetricSums, inputs: LossInputs, n_compared: Any, clip: float) -> None:
+    """Add how far the engine's logprobs are from the trainer's, and the weights that correct it."""
+    start_logprobs, rollout_logprobs = inputs.start_logprobs, inputs.rollout_logprobs
     if rollout_logprobs is not None and start_logprobs is not None:
         difference = rollout_logprobs - start_logprobs
+        all_tokens = torch.ones_like(inputs.mask)
+        k3 = divergence(start_logprobs, rollout_logprobs, all_tokens, "k3")
         sums.add("actor/rollout_train_kl", difference.sum(), n_compared)
-        sums.add(
-            "actor/rollout_train_k3",
-            divergence(start_logprobs, rollout_logprobs, mask, "k3").sum(),
-            n_compared,
-        )
+        sums.add("actor/rollout_train_k3", k3.sum(), n_compared)
         sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n_compared)
         sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
-    if weights is not None:
-        sums.add("actor/tis_mean", weights.sum(), n_tokens)
-        sums.add("actor/tis_square", weights.square().sum(), n_tokens)
-        sums.add("actor/tis_clip_fraction", (weights >= clip).sum(), n_tokens)
-    return loss, sums
+    if (weights := inputs.weights) is not None:
+        sums.add("actor/tis_mean", weights.sum(), len(weights))
+        sums.add("actor/tis_square", weights.square().sum(), len(weights))
+        sums.add("actor/tis_clip_fraction", (weights >= clip).sum(), len(weights))
