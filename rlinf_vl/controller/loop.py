@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Self
 
 from rlinf_vl.actor.rank import group_numbers
-from rlinf_vl.config.schema import Config
+from rlinf_vl.config.schema import Config, RunnerConfig
 from rlinf_vl.controller.batch import Rollout, count_bad_rows, estimator_of, rollout
 from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.mismatch import EngineMismatch, MismatchGuard
@@ -81,6 +81,15 @@ class RunState:
             },
         )
 
+    def advance(
+        self, step: int, metrics: dict[str, float], data: DatasetPlan, scheduler: RolloutScheduler
+    ) -> None:
+        """Note that a step was trained: a stop is to save the state behind it from now on."""
+        self.step = step
+        self.open = scheduler.buffer.open_groups()
+        self.sampler = data.sampler.state_dict()
+        self.metrics = metrics
+
     def content(self, timings: dict[str, float]) -> dict[str, Any]:
         """Return the content of `controller.json`, with the step's seconds so far among the
         metrics."""
@@ -113,8 +122,7 @@ def train(
         ActorsLost: a rank died, and the learner can't go on; call again with a new one.
         RunError: the run can't go on: `TooManyBadSteps`, `EngineMismatch`, `TooManyBadRows`, …
     """
-    runner = config.runner
-    total = data.total_steps
+    runner, total = config.runner, data.total_steps
     # `timed` is a context manager of contextlib, and so a decorator, too.
     scheduler = SCHEDULES[runner.schedule](config, pool, data, log, log.timed("sync")(sync))
     saver = Saver(runner, home, learner, log, start)
@@ -122,56 +130,30 @@ def train(
     guard = MismatchGuard(config, learner, log)
     validator = Validator(config, pool, data, log, state.accuracies, state.first_shares)
     try:
-        if state.validating or (state.step == 0 and runner.val_before_train):
-            state.metrics |= validator.begin(state.step)
-            validator.end_step(state.step, state.metrics)
-        if state.step >= total:
-            key = "max_steps" if total == runner.max_steps else "max_epochs"
-            logger.info("nothing left: step %d of %d; raise runner.%s", state.step, total, key)
+        validate_start(state, validator, runner)
+        report_end(state.step, total, runner)
         for step in range(state.step + 1, total + 1):
             stop.check()
             log.begin_step(step)
             with log.timed("step"):
                 batch = rollout(step, scheduler, config, pool, learner, guard, log)
-                metrics = {"data/bad_rows": count_bad_rows("train", batch.generated, data, step)}
-                metrics |= batch.metrics | data.counts
-                metrics |= {
-                    "rollout/workers": len(pool.workers),
-                    "rollout/worker_restarts": pool.restarts,
-                }
-                metrics["actor/restarts"] = log.count("actors_restarted")
+                metrics = batch_metrics(step, batch, data, pool, log)
                 # The guard scores on the ranks, which need the GPU for it.
                 gpu.to_ranks(learner)
                 log.recorder.keep_weights(step, learner.replay_weights)
-                try:
-                    metrics |= guard.check(step, batch.scored, batch.to_score)
-                except EngineMismatch as error:
-                    record_failure(step, batch, pool, log, error)
-                    raise
+                metrics |= check_engines(step, batch, guard, pool, log)
                 # Engines get the weights that a validation is about, whatever the interval says.
                 synced = data.is_due(runner.weight_sync_interval, step) or validator.is_due(step)
-                # A sync can be queued behind the update unless it must wait: for the GPU, for the
-                # validation of other weights, or for groups that must be from one version.
-                sync_early = (
-                    synced
-                    and not gpu.shared
-                    and not validator.running
-                    and not scheduler.waits_before_sync
-                )
-                on_start = partial(sync.begin, step) if sync_early else lambda: None
+                waits = sync_waits(gpu, validator, scheduler)
+                on_start = partial(sync.begin, step) if synced and not waits else lambda: None
                 metrics |= update(step, batch, config, pool, learner, log, on_start)
-                # From here on the step is trained: a stop is to save the state behind it.
-                state.step = step
-                state.open = scheduler.buffer.open_groups()
-                state.sampler = data.sampler.state_dict()
-                state.metrics = metrics
+                state.advance(step, metrics, data, scheduler)
                 log.ledger.append(step, batch.ledger)
                 count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
                 # The validation must end before engines get other weights.
                 validator.finish()
-                metrics |= gpu.to_engines(
-                    learner, partial(scheduler.sync, step) if synced else None
-                )
+                send = partial(scheduler.sync, step) if synced else None
+                metrics |= gpu.to_engines(learner, send)
                 if validator.is_due(step):
                     metrics |= validator.begin(step)
                 state.validating = validator.running
@@ -190,6 +172,48 @@ def train(
         scheduler.buffer.close()
         saver.close()
     return state.metrics
+
+
+def validate_start(state: RunState, validator: Validator, runner: RunnerConfig) -> None:
+    """Validate before the first step, if that is asked for, or a validation was cut off."""
+    if state.validating or (state.step == 0 and runner.val_before_train):
+        state.metrics |= validator.begin(state.step)
+        validator.end_step(state.step, state.metrics)
+
+
+def report_end(step: int, total: int, runner: RunnerConfig) -> None:
+    """Log that no step is left, if so, and the key that would give more."""
+    if step >= total:
+        key = "max_steps" if total == runner.max_steps else "max_epochs"
+        logger.info("nothing left: step %d of %d; raise runner.%s", step, total, key)
+
+
+def batch_metrics(
+    step: int, batch: Rollout, data: DatasetPlan, pool: Pool, log: RunLog
+) -> dict[str, float]:
+    """Return the metrics of a step's groups, of their rows and of the actors so far."""
+    metrics = {"data/bad_rows": count_bad_rows("train", batch.generated, data, step)}
+    return (
+        metrics
+        | batch.metrics
+        | data.counts
+        | {
+            "rollout/workers": len(pool.workers),
+            "rollout/worker_restarts": pool.restarts,
+            "actor/restarts": log.count("actors_restarted"),
+        }
+    )
+
+
+def check_engines(
+    step: int, batch: Rollout, guard: MismatchGuard, pool: Pool, log: RunLog
+) -> dict[str, float]:
+    """Compare the engines' logprobs with the ranks'; record the step if they are too far apart."""
+    try:
+        return guard.check(step, batch.scored, batch.to_score)
+    except EngineMismatch as error:
+        record_failure(step, batch, pool, log, error)
+        raise
 
 
 def record_failure(
@@ -289,6 +313,15 @@ def update(
         )
     )
     return metrics
+
+
+def sync_waits(gpu: SharedGpu, validator: Validator, scheduler: RolloutScheduler) -> bool:
+    """Return whether a sync must not be queued behind the update that makes its weights.
+
+    It waits for the GPU, for the validation of other weights, or for groups that must be from one
+    version.
+    """
+    return gpu.shared or validator.running or scheduler.waits_before_sync
 
 
 def count_bad_steps(state: RunState, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
