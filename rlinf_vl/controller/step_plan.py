@@ -127,48 +127,29 @@ def advantages_of(
         RunError: states are to be compared, and no turn has one; or the estimator fails, or its
             result can't be used.
     """
-    weight, discount = algorithm.state_advantage_weight, algorithm.turn_discount
-    normalize = bool(algorithm.normalize_advantages)
+    discount, normalize = algorithm.turn_discount, bool(algorithm.normalize_advantages)
     kind, kl_scale = estimator or algorithm.adv_type, 0.0
     token_kl = token_kl_of(kind) if kl is not None else None
-    # Flat lists: one entry for each trajectory (g, i) that carries loss, or for each turn (g, i, k)
-    # of one.
-    trajectories = [(g, i) for g, summary in enumerate(summaries) for i in trainable(summary)]
-    summary_of = {(g, i): summaries[g].trajectories[i] for g, i in trajectories}
-    turns = [(g, i, k) for g, i in trajectories for k in range(summary_of[g, i].turns)]
-    turn_trajectories = [(g, i) for g, i, _ in turns]
-    turn_groups = [g for g, _, _ in turns]
-    numbers = {trajectory: n for n, trajectory in enumerate(trajectories)}
-    turn_numbers = torch.tensor(
-        [numbers[trajectory] for trajectory in turn_trajectories], dtype=torch.int64
-    )
-    tokens = torch.tensor([summary_of[g, i].turn_tokens[k] for g, i, k in turns], dtype=torch.int64)
-    penalties = _double([overlong_penalty(n, algorithm) for n in tokens.tolist()])
-    kl_sums = _double([kl[g, i][k] if kl else (0.0,) * 3 for g, i, k in turns]).reshape(-1, 3)
+    turns = _Turns(summaries)
+    kl_sums = turns.kl_sums(kl)
+    penalties = _double([overlong_penalty(n, algorithm) for n in turns.tokens.tolist()])
     if token_kl is None:
         penalties = penalties + algorithm.kl_beta * kl_sums[:, 0]
-    rewards = _double([summary_of[g, i].turn_rewards[k] for g, i, k in turns]) - penalties
-    totals = _double([summary_of[trajectory].reward for trajectory in trajectories])
-    totals = totals - torch.zeros_like(totals).index_add(0, turn_numbers, penalties)
-    compare = partial(_estimated, kind, tokens=tokens, normalize=normalize)
+    rewards, totals = turns.rewards - penalties, turns.totals(penalties)
+    compare = partial(_estimated, kind, tokens=turns.tokens, normalize=normalize)
     if algorithm.reward_normalization == "per_reward":
         # The rules of the config refuse it with whatever changes the sum of the rewards.
         assert kl is None and not algorithm.turns_are_sequences and not algorithm.overlong.buffer
-        parts = [reward_parts(summary_of[t], reward_weights) for t in trajectories]
-        values = decoupled_advantages(
-            _double(parts).reshape(len(trajectories), len(reward_weights) + 1),
-            _double([*reward_weights, 1.0]),
-            [g for g, _ in trajectories],
-        )[turn_numbers]
+        values = turns.decoupled_advantages(reward_weights)
     elif token_kl is not None:
         returns = (
-            discounted_returns(rewards, turn_trajectories, discount)
+            discounted_returns(rewards, turns.trajectories, discount)
             if algorithm.credit == "turn"
-            else totals[turn_numbers]
+            else totals[turns.numbers]
         )
         values, kl_scale = token_kl(
             returns,
-            tokens,
+            turns.tokens,
             kl_sums[:, 1],
             kl_sums[:, 2],
             beta=algorithm.kl_beta,
@@ -176,39 +157,98 @@ def advantages_of(
         )
     elif algorithm.credit == "turn":
         values = turn_advantages(
-            rewards, turn_trajectories, turn_groups, discount=discount, compare=compare
+            rewards, turns.trajectories, turns.groups, discount=discount, compare=compare
         )
-    elif weight:
-        states = [summary_of[g, i].turn_states[k] or None for g, i, k in turns]
-        if turns and not any(states):
-            raise RunError(
-                f"algorithm.state_advantage_weight: {weight:g} compares turns that answer to the "
-                "same state, but the environment names none (`state` in StepResult.info); name "
-                "them there, or set it 0"
-            )
+    elif weight := algorithm.state_advantage_weight:
         values = gigpo_advantages(
             rewards,
-            turn_trajectories,
-            turn_groups,
-            states,
+            turns.trajectories,
+            turns.groups,
+            turns.states(weight),
             weight=weight,
             discount=discount,
             compare=compare,
         )
     else:
-        lengths = torch.tensor(
-            [summary_of[trajectory].response_tokens for trajectory in trajectories],
-            dtype=torch.int64,
+        groups, lengths = turns.groups_of_trajectories, turns.lengths_of_trajectories
+        values = compare(totals, groups, tokens=lengths)[turns.numbers]
+    return turns.by_group(values, summaries), kl_scale
+
+
+class _Turns:
+    """The turns of the trajectories that carry loss, in flat lists and tensors.
+
+    Attributes:
+        trajectories: (group, index) of each turn's trajectory.
+        groups: of each turn.
+        numbers: int64, of each turn's trajectory, counted from 0 over all that carry loss.
+        tokens: int64, sampled in each turn.
+        rewards: float64, of each turn.
+    """
+
+    def __init__(self, summaries: Sequence[GroupSummary]) -> None:
+        self._summaries = {
+            (g, i): summary.trajectories[i]
+            for g, summary in enumerate(summaries)
+            for i in trainable(summary)
+        }
+        self._turns = [(g, i, k) for (g, i), t in self._summaries.items() for k in range(t.turns)]
+        self.trajectories = [(g, i) for g, i, _ in self._turns]
+        self.groups = [g for g, _, _ in self._turns]
+        numbers = {trajectory: n for n, trajectory in enumerate(self._summaries)}
+        self.numbers = _whole([numbers[trajectory] for trajectory in self.trajectories])
+        self.tokens = _whole([self._summaries[g, i].turn_tokens[k] for g, i, k in self._turns])
+        self.rewards = _double([self._summaries[g, i].turn_rewards[k] for g, i, k in self._turns])
+        self.groups_of_trajectories = [g for g, _ in self._summaries]
+        self.lengths_of_trajectories = _whole(
+            [trajectory.response_tokens for trajectory in self._summaries.values()]
         )
-        values = compare(totals, [g for g, _ in trajectories], tokens=lengths)[turn_numbers]
-    value_of_turn = dict(zip(turns, values.tolist(), strict=True))
-    groups = []
-    for g, summary in enumerate(summaries):
-        rows = []
-        for i, trajectory in enumerate(summary.trajectories):
-            rows.append(tuple(value_of_turn.get((g, i, k), 0.0) for k in range(trajectory.turns)))
-        groups.append(tuple(rows))
-    return tuple(groups), kl_scale
+
+    def kl_sums(self, kl: TurnKl | None) -> torch.Tensor:
+        """Return the sums of KL of each turn, float64 [turns, 3], 0 without a KL."""
+        sums = [kl[g, i][k] if kl else (0.0,) * 3 for g, i, k in self._turns]
+        return _double(sums).reshape(-1, 3)
+
+    def totals(self, penalties: torch.Tensor) -> torch.Tensor:
+        """Return the reward of each trajectory, less the penalties of its turns."""
+        totals = _double([trajectory.reward for trajectory in self._summaries.values()])
+        return totals - torch.zeros_like(totals).index_add(0, self.numbers, penalties)
+
+    def states(self, weight: float) -> list[str | None]:
+        """Return the state that each turn answers to; RunError: no turn has one."""
+        states = [self._summaries[g, i].turn_states[k] or None for g, i, k in self._turns]
+        if states and not any(states):
+            raise RunError(
+                f"algorithm.state_advantage_weight: {weight:g} compares turns that answer to the "
+                "same state, but the environment names none (`state` in StepResult.info); name "
+                "them there, or set it 0"
+            )
+        return states
+
+    def decoupled_advantages(self, reward_weights: Sequence[float]) -> torch.Tensor:
+        """Return the advantage of each turn where each reward is normalized by itself (GDPO)."""
+        parts = [reward_parts(t, reward_weights) for t in self._summaries.values()]
+        return decoupled_advantages(
+            _double(parts).reshape(len(parts), len(reward_weights) + 1),
+            _double([*reward_weights, 1.0]),
+            self.groups_of_trajectories,
+        )[self.numbers]
+
+    def by_group(self, values: torch.Tensor, summaries: Sequence[GroupSummary]) -> Advantages:
+        """Return the turns' values by group, trajectory and turn; 0 where none carries loss."""
+        value_of_turn = dict(zip(self._turns, values.tolist(), strict=True))
+        groups = []
+        for g, summary in enumerate(summaries):
+            rows = []
+            for i, trajectory in enumerate(summary.trajectories):
+                turns = range(trajectory.turns)
+                rows.append(tuple(value_of_turn.get((g, i, k), 0.0) for k in turns))
+            groups.append(tuple(rows))
+        return tuple(groups)
+
+
+def _whole(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def _double(values: Sequence[Any]) -> torch.Tensor:
