@@ -15,6 +15,7 @@ Invariants:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -66,30 +67,13 @@ class Collator:
         Without members, the row is two filler tokens without loss: a rank must take part in every
         step, since its collectives have to match those of the other ranks.
         """
-        images: dict[str, tuple[ImageRef, Grid]] = {}
-        for member in members:
-            for sequence in member.trajectory.sequences:
-                images.update({image.hash: (image, grid) for image, grid in sequence.images})
+        images = _distinct_images(members)
         grids = np.array([grid for _, grid in images.values()], np.int64).reshape(-1, 3)
         features_before = np.cumsum([0, *self.image_tokens(grids)])
         first_feature = dict(zip(images, features_before.tolist(), strict=False))
-        placed: list[list[_PlacedSequence]] = []
-        for member in members:
-            placed.append(
-                [self._place(sequence, first_feature) for sequence in member.trajectory.sequences]
-            )
-        row = _RowBuilder()
-        # A plan lists a group's items side by side, so one pass finds the members of each group.
-        for _, run in groupby(
-            range(len(members)), key=lambda i: members[i].group.id if self.share_prompts else i
-        ):
-            group_members = list(run)
-            shared, parent = 0, -1
-            if len(group_members) > 1 and (shared := members[group_members[0]].group.prefix_length):
-                parent = row.add([p for i in group_members for p in placed[i]], 0, shared, -1)
-            for i in group_members:
-                self._add_branches(row, placed[i], shared, parent)
-        self._pad(row)
+        place = partial(self._place, first_feature=first_feature)
+        placed = [list(map(place, member.trajectory.sequences)) for member in members]
+        row = self._row(members, placed)
         # (trajectory, sequence, indices of its sampled tokens), in the order of the loss's tokens
         sampled = [
             (i, p, np.flatnonzero(p.sequence.loss_mask))
@@ -105,20 +89,7 @@ class Collator:
             np.array([i for i, _, _ in sampled], np.int64), [len(t) for _, _, t in sampled]
         )
         corrupted = np.array([member.trajectory.corrupted for member in members], bool)
-        advantages = [np.array(member.advantages, np.float32) for member in members]
-        assert all(
-            len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True)
-        )
-        # Turns are numbered over the whole row: those of earlier trajectories come first.
-        turns_before = np.cumsum([0, *map(len, advantages)])
-        turns = _concatenate(
-            [
-                n + turns_before[i]
-                for i, m in enumerate(members)
-                for n in m.trajectory.turn_numbers()
-            ],
-            np.int64,
-        )
+        turns, advantages = _turns(members)
         batch = MicroBatch(
             ids=np.concatenate([p.ids[start:end] for p, start, end in row.segments]),
             positions=np.concatenate(
@@ -133,7 +104,7 @@ class Collator:
             targets=_concatenate([p.ids[t] for _, p, t in sampled], np.int64),
             trajectories=owners,
             turns=turns,
-            advantages=_concatenate(advantages, np.float32)[turns],
+            advantages=advantages,
             rollout_logprobs=_concatenate(logprobs, np.float32)
             if len(logprobs) == len(sampled)
             else None,
@@ -156,6 +127,24 @@ class Collator:
             batch,
             pixel_values=np.concatenate([self.pixels(images[name][0]) for name in batch.images]),
         )
+
+    def _row(
+        self, members: Sequence[Member], placed: Sequence[Sequence["_PlacedSequence"]]
+    ) -> "_RowBuilder":
+        """Build the row's segments from the members' sequences, and its filler."""
+        row = _RowBuilder()
+        # A plan lists a group's items side by side, so one pass finds the members of each group.
+        for _, run in groupby(
+            range(len(members)), key=lambda i: members[i].group.id if self.share_prompts else i
+        ):
+            group_members = list(run)
+            shared, parent = 0, -1
+            if len(group_members) > 1 and (shared := members[group_members[0]].group.prefix_length):
+                parent = row.add([p for i in group_members for p in placed[i]], 0, shared, -1)
+            for i in group_members:
+                self._add_branches(row, placed[i], shared, parent)
+        self._pad(row)
+        return row
 
     def _place(
         self, sequence: TokenSequence, first_feature: Mapping[str, int]
@@ -242,6 +231,30 @@ class _RowBuilder:
         self.prefix.append(parent)
         self.copies.append(len(sequences))
         return len(self.prefix) - 1
+
+
+def _distinct_images(members: Sequence[Member]) -> dict[str, tuple[ImageRef, Grid]]:
+    """Return the images of the row with their grids, by hash, in the order of their first use."""
+    images: dict[str, tuple[ImageRef, Grid]] = {}
+    for member in members:
+        for sequence in member.trajectory.sequences:
+            images.update({image.hash: (image, grid) for image, grid in sequence.images})
+    return images
+
+
+def _turns(members: Sequence[Member]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the turn of each sampled token, int64, and its advantage, float32.
+
+    Turns are numbered over the whole row: those of earlier trajectories come first.
+    """
+    advantages = [np.array(member.advantages, np.float32) for member in members]
+    assert all(len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True))
+    turns_before = np.cumsum([0, *map(len, advantages)])
+    turns = _concatenate(
+        [n + turns_before[i] for i, m in enumerate(members) for n in m.trajectory.turn_numbers()],
+        np.int64,
+    )
+    return turns, _concatenate(advantages, np.float32)[turns]
 
 
 def _columns(tokens: Sequence[tuple[TokenSequence, slice | np.ndarray]]) -> dict[str, np.ndarray]:
