@@ -96,37 +96,43 @@ def _lora(config: Config) -> Iterator[str]:
             "that are not trained; set it false"
         )
     if lora.quantization == "nf4":
-        if (size := config.actor.fsdp_config.expert_parallel_size) > 1:
-            yield (
-                f"actor.fsdp_config.expert_parallel_size: {size} with actor.model.lora."
-                "quantization=nf4: every rank has quantized weights whole; set it 1, or "
-                "quantization none"
-            )
-        for contradicts, key, why in (
-            (
-                lora.sync == "adapters",
-                "lora.sync=adapters",
-                "engines have no quantized model to apply them to; set merged",
-            ),
-            (
-                not lora.save_lora_only,
-                "lora.save_lora_only=false",
-                "the packed weights are not saved; set it true",
-            ),
-        ):
-            if contradicts:
-                yield (
-                    f"actor.model.lora.quantization: nf4 with actor.model.{key}: {why}, or "
-                    "quantization none"
-                )
-        if config.actor.fsdp_config.cpu_offload:
-            yield (
-                "actor.model.lora.quantization: nf4 with actor.fsdp_config.cpu_offload=true: "
-                "FSDP2 does not move packed weights; set cpu_offload=false, or quantization none"
-            )
+        yield from _nf4(config)
     if lora.sync == "adapters" and config.rollout.rollout_backend == "sglang":
         yield (
             "actor.model.lora.sync: adapters with rollout.rollout_backend=sglang: SGLang loads "
             "adapters by name, for its language model only, and no weight sync reaches them; set "
             "it to merged, or the backend to torch"
+        )
+
+
+def _nf4(config: Config) -> Iterator[str]:
+    """Yield settings that quantized weights don't support."""
+    lora = config.actor.model.lora
+    if (size := config.actor.fsdp_config.expert_parallel_size) > 1:
+        yield (
+            f"actor.fsdp_config.expert_parallel_size: {size} with actor.model.lora."
+            "quantization=nf4: every rank has quantized weights whole; set it 1, or "
+            "quantization none"
+        )
+    for contradicts, key, why in (
+        (
+            lora.sync == "adapters",
+            "lora.sync=adapters",
+            "engines have no quantized model to apply them to; set merged",
+        ),
+        (
+            not lora.save_lora_only,
+            "lora.save_lora_only=false",
+            "the packed weights are not saved; set it true",
+        ),
+    ):
+        if contradicts:
+            yield (
+                f"actor.model.lora.quantization: nf4 with actor.model.{key}: {why}, or "
+                "quantization none"
+            )
+    if config.actor.fsdp_config.cpu_offload:
+        yield (
+            "actor.model.lora.quantization: nf4 with actor.fsdp_config.cpu_offload=true: "
+            "FSDP2 does not move packed weights; set cpu_offload=false, or quantization none"
         )

@@ -2,6 +2,7 @@
 break them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.presets import CLIPS
@@ -56,6 +57,24 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             )
     yield from _overlong(algorithm)
     yield from _per_reward(algorithm)
+    yield from _credit(config, estimator)
+    if algorithm.n_minibatches >= 1 and batch % algorithm.n_minibatches:
+        yield f"data.rollout_batch_size={batch} is not divisible by {parts}; change one of them"
+    corruption = algorithm.image_corruption
+    if 0 < corruption.share <= 1 and round(corruption.share * algorithm.group_size) == 0:
+        yield f"algorithm.image_corruption.share: {corruption.share:g} of {group} answers is none; raise it, or set it 0"
+    if running < algorithm.group_size:
+        yield f"rollout.max_running_requests={running} is less than {group}: a group is decoded together; raise it"
+    if algorithm.sampling_params.temperature == 0:
+        yield (
+            "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the "
+            "temperature it was sampled with, and greedy groups have no spread"
+        )
+
+
+def _credit(config: Config, estimator: Any) -> Iterator[str]:
+    """Yield settings of turns' credit that have no effect; `estimator` is None for user code."""
+    algorithm = config.algorithm
     weight, one_turn = algorithm.state_advantage_weight, config.rollout.max_turns == 1
     if weight and algorithm.credit == "turn":
         yield (
@@ -82,18 +101,6 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     ):
         if used and one_turn:
             yield f"algorithm.{key} with rollout.max_turns=1: an episode of one turn has no other credit; raise max_turns"
-    if algorithm.n_minibatches >= 1 and batch % algorithm.n_minibatches:
-        yield f"data.rollout_batch_size={batch} is not divisible by {parts}; change one of them"
-    corruption = algorithm.image_corruption
-    if 0 < corruption.share <= 1 and round(corruption.share * algorithm.group_size) == 0:
-        yield f"algorithm.image_corruption.share: {corruption.share:g} of {group} answers is none; raise it, or set it 0"
-    if running < algorithm.group_size:
-        yield f"rollout.max_running_requests={running} is less than {group}: a group is decoded together; raise it"
-    if algorithm.sampling_params.temperature == 0:
-        yield (
-            "algorithm.sampling_params.temperature: 0 must be > 0: the policy is trained at the "
-            "temperature it was sampled with, and greedy groups have no spread"
-        )
 
 
 def _per_reward(algorithm: AlgorithmConfig) -> Iterator[str]:
