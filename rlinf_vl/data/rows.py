@@ -89,12 +89,7 @@ def row_to_problem(
     try:
         messages, unused_keys = _messages(row[form.prompt_key] if form.prompt_key else "", form)
         if form.messages_key is not None:
-            if _is_set(row.get("tools")):
-                raise ValueError(
-                    "column 'tools': the tools of a conversation are not supported, and without "
-                    "them an answer is learned to another prompt; take the column out if its "
-                    "messages do not depend on it"
-                )
+            _check_tools(row)
             _set_weights(messages, row[form.turn_mask_key] if form.turn_mask_key else None, form)
     except ValueError as e:
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
@@ -103,21 +98,14 @@ def row_to_problem(
     _put_refs(messages, row_refs, row_id, form, ref_of)
     _add_text(messages[-1]["content"], form.prompt_suffix)
     if form.system_prompt is not None:
-        messages = [{"role": "system", "content": []}] + [
-            m for m in messages if m["role"] != "system"
-        ]
-        _add_text(messages[0]["content"], form.system_prompt)
+        messages = _with_system_prompt(messages, form.system_prompt)
     n_dropped = _limit_images(messages, form.max_images_per_message, form.max_images_per_sample)
     # In the order of the messages: some images may have been dropped.
     refs = tuple(
         part.pop("ref") for message in messages for part in message["content"] if "ref" in part
     )
     answer = _answer(row, row_id, form)
-    # Reward functions and environments get the other columns; an answer of another name is one of
-    # them.
-    used = {form.prompt_key, *form.image_keys, *(form.video_keys or ())}
-    used |= {"env_class", form.turn_mask_key, *(("answer",) if form.answer_key == "answer" else ())}
-    columns = {name: _plain(value) for name, value in row.items() if name not in used}
+    columns = _unused_columns(row, form)
     env_class = _env_class(row.get("env_class"), columns, row_id, form, root)
     is_chat = isinstance(row.get(form.prompt_key), list)
     return Problem(
@@ -131,6 +119,33 @@ def row_to_problem(
         is_chat,
         unused_keys=unused_keys,
     )
+
+
+def _check_tools(row: dict[str, Any]) -> None:
+    """Raise ValueError if a conversation to imitate has tools."""
+    if _is_set(row.get("tools")):
+        raise ValueError(
+            "column 'tools': the tools of a conversation are not supported, and without "
+            "them an answer is learned to another prompt; take the column out if its "
+            "messages do not depend on it"
+        )
+
+
+def _with_system_prompt(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with this system prompt in place of their own."""
+    system: Message = {"role": "system", "content": []}
+    _add_text(system["content"], text)
+    return [system, *(message for message in messages if message["role"] != "system")]
+
+
+def _unused_columns(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
+    """Return the columns that reward functions and environments get: those not yet read.
+
+    An answer of another name than "answer" is one of them.
+    """
+    used = {form.prompt_key, *form.image_keys, *(form.video_keys or ())}
+    used |= {"env_class", form.turn_mask_key, *(("answer",) if form.answer_key == "answer" else ())}
+    return {name: _plain(value) for name, value in row.items() if name not in used}
 
 
 def at_path(row: dict[str, Any], name: str) -> Any:
@@ -345,19 +360,9 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
                 names = part.keys() - _PART_KEYS
                 unused_keys |= {f"content.{name}" for name in names if _is_set(part[name])}
             if kind == "text" and isinstance(part.get("text"), str):
-                end = 0
-                for mark in _PLACEHOLDER.finditer(part["text"]):
-                    _add_text(parts, part["text"][end : mark.start()])
-                    parts.append({"type": PLACEHOLDERS[mark.group()]})
-                    end = mark.end()
-                _add_text(parts, part["text"][end:])
+                _add_marked_text(parts, part["text"])
             elif kind in _PART_TYPES:
-                value = next((part[name] for name in _VALUE_KEYS if part.get(name)), None)
-                # OpenAI's form has the URL in a mapping.
-                value = value["url"] if isinstance(value, dict) and value.get("url") else value
-                if isinstance(value, list) and part.get("fps"):
-                    value = {"frames": value, "fps": part["fps"]}
-                parts.append({"type": _PART_TYPES[kind]} | ({"value": value} if value else {}))
+                parts.append(_media_part(part))
             else:
                 raise ValueError(
                     f"column {key!r}: content part {_shown(part)} is neither text nor an image or "
@@ -380,6 +385,26 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
     if not any(part["type"] != "text" or part["text"].strip() for part in user_parts):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
     return messages, tuple(sorted(unused_keys))
+
+
+def _add_marked_text(parts: list[dict[str, Any]], text: str) -> None:
+    """Append a text, with a part of its own for each placeholder in it."""
+    end = 0
+    for mark in _PLACEHOLDER.finditer(text):
+        _add_text(parts, text[end : mark.start()])
+        parts.append({"type": PLACEHOLDERS[mark.group()]})
+        end = mark.end()
+    _add_text(parts, text[end:])
+
+
+def _media_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Return an image or a video part of a message in the form of ours."""
+    value = next((part[name] for name in _VALUE_KEYS if part.get(name)), None)
+    # OpenAI's form has the URL in a mapping.
+    value = value["url"] if isinstance(value, dict) and value.get("url") else value
+    if isinstance(value, list) and part.get("fps"):
+        value = {"frames": value, "fps": part["fps"]}
+    return {"type": _PART_TYPES[part["type"]]} | ({"value": value} if value else {})
 
 
 def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> None:
