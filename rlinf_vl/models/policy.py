@@ -188,16 +188,8 @@ class PolicyModel(nn.Module):
                 "image_features",
             )
         )
-        if (
-            features is None
-            and self.family.vision_tower
-            and (batch.run_vision or self._learns_in_tower_alone())
-        ):
-            pixel_values, grids = batch.pixel_values, batch.grids
-            # The tower must run as often as on other ranks, so that FSDP's collectives match.
-            if pixel_values is None:
-                pixel_values, grids = self.family.blank_image(self.model.config)
-            features = self.encode(pixel_values, grids)
+        if features is None:
+            features = self._encoded(batch)
         if features is not None and len(image_features):
             features = features.select(image_features)
         weight = output_weight(self.model)
@@ -232,15 +224,22 @@ class PolicyModel(nn.Module):
         )
         if self.context_ranks is None or batch.part is None:
             return logprobs, entropy
-        sampled_rows, n_sampled = on_device(batch.part.sampled, device), len(batch.trajectories)
-        if entropy is None:
-            return self.context_ranks.gather_rows(logprobs, sampled_rows, n_sampled), None
-        # Logprobs and entropy side by side, so that one collective gathers both.
-        columns = torch.cat(
-            [logprobs.view(len(sampled_rows), logprobs.shape[1:].numel()), entropy[:, None]], 1
+        sampled_rows = on_device(batch.part.sampled, device)
+        return _of_whole_row(
+            logprobs, entropy, self.context_ranks, sampled_rows, len(batch.trajectories)
         )
-        columns = self.context_ranks.gather_rows(columns, sampled_rows, n_sampled)
-        return columns[:, :-1].reshape(n_sampled, *logprobs.shape[1:]), columns[:, -1]
+
+    def _encoded(self, batch: MicroBatch) -> VisionFeatures | None:
+        """Return the features of the batch's images, or of a blank one; None: no tower runs."""
+        if not self.family.vision_tower:
+            return None
+        if not (batch.run_vision or self._learns_in_tower_alone()):
+            return None
+        pixel_values, grids = batch.pixel_values, batch.grids
+        # The tower must run as often as on other ranks, so that FSDP's collectives match.
+        if pixel_values is None:
+            pixel_values, grids = self.family.blank_image(self.model.config)
+        return self.encode(pixel_values, grids)
 
     def _learns_in_tower_alone(self) -> bool:
         """Return whether this forward has gradients in the vision tower and in nothing else.
@@ -280,3 +279,24 @@ class PolicyModel(nn.Module):
         return Routing(
             engine_experts, replay=self.replay, load=load, copies=copies, balance=balance
         )
+
+
+def _of_whole_row(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    ranks: ContextRanks,
+    sampled_rows: torch.Tensor,
+    n_sampled: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return logprobs and entropy of all tokens of a row, from those of each rank's part.
+
+    `sampled_rows` are the places of this rank's tokens among the row's `n_sampled`.
+    """
+    if entropy is None:
+        return ranks.gather_rows(logprobs, sampled_rows, n_sampled), None
+    # Logprobs and entropy side by side, so that one collective gathers both.
+    columns = torch.cat(
+        [logprobs.view(len(sampled_rows), logprobs.shape[1:].numel()), entropy[:, None]], 1
+    )
+    columns = ranks.gather_rows(columns, sampled_rows, n_sampled)
+    return columns[:, :-1].reshape(n_sampled, *logprobs.shape[1:]), columns[:, -1]
