@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary
+from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary, TrajectorySummary
 
 Scalar = float | torch.Tensor
 #: Metrics called reward/… that are not the mean of a part of the reward.
@@ -137,29 +137,7 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
         "data/unique_bytes": sum(s.array_bytes for s in summaries) + sum(images.values()),
     }
     if valid:
-        rewards = np.array([t.reward for t in valid], dtype=np.float64)
-        lengths = np.array([t.response_tokens for t in valid])
-        metrics["reward/mean"] = float(rewards.mean())
-        metrics["reward/std"] = float(rewards.std())
-        metrics["reward/accuracy"] = float(np.mean([t.correct for t in valid]))
-        metrics["rollout/response_length_mean"] = float(lengths.mean())
-        metrics["rollout/response_length_max"] = int(lengths.max())
-        metrics["rollout/truncated"] = float(np.mean([t.status == "length" for t in valid]))
-        metrics["rollout/cut"] = float(np.mean([t.cuts > 0 for t in valid]))
-        if corrupted := [t.reward for t in valid if t.corrupted]:
-            metrics["reward/corrupted_mean"] = float(np.mean(corrupted))
-        turns = [t.turns for t in valid]
-        metrics["rollout/turns_mean"] = float(np.mean(turns))
-        metrics["rollout/turns_max"] = max(turns)
-        thoughts = np.array(
-            [turn for t in valid for turn in t.turn_thoughts], dtype=np.int64
-        ).reshape(-1, 3)
-        if thoughts[:, 0].any():
-            thought, answer, closing = thoughts.T
-            metrics["rollout/thought_length_mean"] = float(thought.mean())
-            metrics["rollout/answer_length_mean"] = float(answer.mean())
-            metrics["rollout/thoughts_closed"] = float((closing > 0).mean())
-            metrics["rollout/unanswered"] = float((answer == 0).mean())
+        metrics |= _episode_metrics(valid)
     metrics |= env_metrics(summaries) | part_metrics(summaries)
     if clock_seconds := sum(s.engine_seconds[1] for s in summaries):
         metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clock_seconds
@@ -178,6 +156,36 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     if sampled:
         metrics["rollout/weight_version_min"] = min(s.min_version for s in sampled)
         metrics["rollout/weight_version_max"] = max(s.max_version for s in sampled)
+    return metrics
+
+
+def _episode_metrics(valid: Sequence[TrajectorySummary]) -> dict[str, float]:
+    """Return the rewards, lengths, turns and thoughts of trajectories without an error."""
+    rewards = np.array([t.reward for t in valid], dtype=np.float64)
+    lengths = np.array([t.response_tokens for t in valid])
+    metrics: dict[str, float] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/accuracy": float(np.mean([t.correct for t in valid])),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_max": int(lengths.max()),
+        "rollout/truncated": float(np.mean([t.status == "length" for t in valid])),
+        "rollout/cut": float(np.mean([t.cuts > 0 for t in valid])),
+    }
+    if corrupted := [t.reward for t in valid if t.corrupted]:
+        metrics["reward/corrupted_mean"] = float(np.mean(corrupted))
+    turns = [t.turns for t in valid]
+    metrics["rollout/turns_mean"] = float(np.mean(turns))
+    metrics["rollout/turns_max"] = max(turns)
+    thoughts = np.array([turn for t in valid for turn in t.turn_thoughts], dtype=np.int64).reshape(
+        -1, 3
+    )
+    if thoughts[:, 0].any():
+        thought, answer, closing = thoughts.T
+        metrics["rollout/thought_length_mean"] = float(thought.mean())
+        metrics["rollout/answer_length_mean"] = float(answer.mean())
+        metrics["rollout/thoughts_closed"] = float((closing > 0).mean())
+        metrics["rollout/unanswered"] = float((answer == 0).mean())
     return metrics
 
 
