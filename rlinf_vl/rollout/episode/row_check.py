@@ -144,34 +144,7 @@ class RowCheck:
 
         def length(row: int, problem: Problem) -> int:
             """Return the row's prompt length in tokens. Raises RowError: the row can't be used."""
-            try:
-                self.make_env.check(problem)
-            except ValueError as e:
-                raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
-            # An agent may return a reward of its own.
-            if (
-                not problem.answer
-                and not self.config.rollout.has_agents
-                and needs_reference(self.config)
-                and self.make_env.leaves_grading(problem)
-            ):
-                raise RowError(
-                    problem.id,
-                    ANSWER_UNUSABLE,
-                    without_reference(self.make_env.name_of(problem), problem),
-                )
-            try:
-                # Other environments may read the row's answer in a way of their own.
-                if self.make_env.name_of(problem) == SINGLE:
-                    for check_answer in answer_checks:
-                        check_answer(problem.answer)
-            except GradingError as e:
-                raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
-            if self.for_training:
-                _check_teacher(problem, self.config.algorithm.distillation)
-                privileged_text(
-                    problem, self.config.algorithm.distillation.privileged_template or ""
-                )
+            self._check_content(problem, answer_checks)
             if self.builder is None:
                 see(row, problem, 0)
                 return 0
@@ -200,3 +173,34 @@ class RowCheck:
         return replace(
             result, cut={row: cut for row, cut in cut_rows.items() if row in result.kept}
         )
+
+    def _check_content(
+        self, problem: Problem, answer_checks: Sequence[Callable[[str], object]]
+    ) -> None:
+        """Raise RowError if the row can't be played, graded or taught, whatever its length."""
+        try:
+            self.make_env.check(problem)
+        except ValueError as e:
+            raise RowError(problem.id, ENVIRONMENT_UNUSABLE, str(e)) from e
+        # An agent may return a reward of its own.
+        if (
+            not problem.answer
+            and not self.config.rollout.has_agents
+            and needs_reference(self.config)
+            and self.make_env.leaves_grading(problem)
+        ):
+            raise RowError(
+                problem.id,
+                ANSWER_UNUSABLE,
+                without_reference(self.make_env.name_of(problem), problem),
+            )
+        try:
+            # Other environments may read the row's answer in a way of their own.
+            if self.make_env.name_of(problem) == SINGLE:
+                for check_answer in answer_checks:
+                    check_answer(problem.answer)
+        except GradingError as e:
+            raise RowError(problem.id, ANSWER_UNUSABLE, str(e)) from e
+        if self.for_training:
+            _check_teacher(problem, self.config.algorithm.distillation)
+            privileged_text(problem, self.config.algorithm.distillation.privileged_template or "")
