@@ -142,22 +142,29 @@ def save_checkpoint(
             f"{str(error).strip().splitlines()[-1]}. {room}The last good one is {former or 'none'}"
         ) from error
     if keep_last > 0:
-        # The new checkpoint is kept in any case: of the others, one less than `keep_last`.
-        other_checkpoints = {at: folder for at, folder in checkpoints(home) if at != step}
-        scored = sorted(
-            (at for at in (*other_checkpoints, step) if at in accuracies),
-            key=lambda at: (-accuracies[at], at),
-        )
-        kept_steps = {
-            *sorted(other_checkpoints)[len(other_checkpoints) + 1 - keep_last :],
-            *scored[:keep_best],
-        }
-        for at in other_checkpoints.keys() - kept_steps:
-            try:
-                _remove(other_checkpoints[at])
-            except OSError as error:
-                log.warning("%s can't be deleted: %s", other_checkpoints[at], error)
+        _delete_others(home, step, keep_last, keep_best, accuracies)
     return final
+
+
+def _delete_others(
+    home: Folder, step: int, keep_last: int, keep_best: int, accuracies: Mapping[int, float]
+) -> None:
+    """Delete the checkpoints beside that of `step` which `save_checkpoint` does not keep."""
+    # The new checkpoint is kept in any case: of the others, one less than `keep_last`.
+    other_checkpoints = {at: folder for at, folder in checkpoints(home) if at != step}
+    scored = sorted(
+        (at for at in (*other_checkpoints, step) if at in accuracies),
+        key=lambda at: (-accuracies[at], at),
+    )
+    kept_steps = {
+        *sorted(other_checkpoints)[len(other_checkpoints) + 1 - keep_last :],
+        *scored[:keep_best],
+    }
+    for at in other_checkpoints.keys() - kept_steps:
+        try:
+            _remove(other_checkpoints[at])
+        except OSError as error:
+            log.warning("%s can't be deleted: %s", other_checkpoints[at], error)
 
 
 @contextmanager
