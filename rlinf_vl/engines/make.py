@@ -4,6 +4,7 @@ import dataclasses
 import io
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -17,6 +18,9 @@ from rlinf_vl.models.loading import DTYPES, load_model
 from rlinf_vl.models.lora import add_adapters
 from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.types import ImageRef, Message, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from rlinf_vl.engines.sglang.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +41,6 @@ def make_engine(
     trust = rollout.model.trust_remote_code
     memory_share = rollout.gpu_memory_utilization
     assert isinstance(memory_share, float), f"{memory_share!r} is resolved before an engine starts"
-    dtype = DTYPES[rollout.model.precision]
     family = family_of(
         rollout.model.model_type,
         model_path,
@@ -52,6 +55,7 @@ def make_engine(
     if rollout.rollout_backend == "torch":
         from rlinf_vl.engines.torch.engine import TorchEngine
 
+        dtype = DTYPES[rollout.model.precision]
         model = load_model(model_path, family, dtype, trust_remote_code=trust)
         if (lora := config.actor.model.adapters) and lora.sync == "adapters":
             add_adapters(model, family, lora)
@@ -68,16 +72,32 @@ def make_engine(
             keep_kv=rollout.kv_after_update == "keep",
         )
     from rlinf_vl.engines.sglang.engine import SglangEngine
+
+    return SglangEngine(
+        _sglang_settings(config, model_path, memory_share, device, shared_gpu),
+        family,
+        banned=banned,
+        pixels=processor.pixels,
+        image_tokens=processor.image_tokens,
+        request_timeout_s=rollout.request_timeout,
+    )
+
+
+def _sglang_settings(
+    config: Config, model_path: str, memory_share: float, device: str, shared_gpu: bool
+) -> "Settings":
+    """Return the settings of an SGLang engine; arguments as in `make_engine`."""
     from rlinf_vl.engines.sglang.settings import Settings
 
+    rollout = config.rollout
     arguments = {"log_level": rollout.sglang.log_level}
     if rollout.sglang.attention_backend:
         arguments["attention_backend"] = rollout.sglang.attention_backend
-    settings = Settings(
+    return Settings(
         model_path=model_path,
         context_length=config.runner.seq_length,
         max_running=rollout.max_running_requests,
-        dtype=dtype,
+        dtype=DTYPES[rollout.model.precision],
         memory_share=memory_share,
         device=device,
         shared_gpu=shared_gpu,
@@ -89,16 +109,8 @@ def make_engine(
         deterministic=rollout.deterministic,
         report_routes=config.actor.routing_replay != "off",
         keep_kv=rollout.kv_after_update == "keep",
-        trust_remote_code=trust,
+        trust_remote_code=rollout.model.trust_remote_code,
         extra_arguments=arguments | rollout.sglang.server_args,
-    )
-    return SglangEngine(
-        settings,
-        family,
-        banned=banned,
-        pixels=processor.pixels,
-        image_tokens=processor.image_tokens,
-        request_timeout_s=rollout.request_timeout,
     )
 
 
