@@ -105,28 +105,14 @@ class Gymnasium:
             raise ValueError(
                 f"history={history} and max_episode_steps={max_episode_steps} must be at least 1"
             )
-        self._size = [size] if isinstance(size, int) else size
-        if self._size and not (
-            len(self._size) <= 2 and all(isinstance(n, int) and 1 <= n <= 8192 for n in self._size)
-        ):
-            raise ValueError(
-                f"size={size} must be a number of pixels from 1 to 8192, or [height, width]"
-            )
+        self._size = _checked_size(size)
         if isinstance(actions, str):
             raise ValueError(
                 f"actions={actions!r} must be a list of names, or a mapping of names to actions"
             )
         self._make = _maker(id, make, dict(make_kwargs or {}), group_seed % 2**31)
         self._parser: Callable[[str], Any] | None = _function(parser) if parser else None
-        sections = re.split(r"^---\s*$", template, flags=re.MULTILINE)
-        texts = [_pieces(section) for section in sections]
-        if not 2 <= len(texts) <= 3 or not all(
-            piece.is_valid() for text in texts for piece in text
-        ):
-            raise ValueError(
-                "template: write two or three texts (start, turn, invalid answer) between lines "
-                "of ---; $$ is a $"
-            )
+        texts = _texts(template)
         self._start_text, self._turn_text = texts[:2]
         self._invalid_text = texts[-1]  # the turn's text where the template has no third one
         self._actions = (
@@ -296,6 +282,38 @@ def _maker(id: str, make: str, kwargs: dict[str, Any], seed: int) -> Callable[[]
         importlib.import_module(module)
     spec = gymnasium.spec(name)
     return lambda: gymnasium.make(spec, render_mode="rgb_array", **kwargs)
+
+
+def _checked_size(size: int | Sequence[int] | None) -> Sequence[int] | None:
+    """Return the size of frames as a list: the longer side, or height and width.
+
+    Raises:
+        ValueError: it is no size in pixels.
+    """
+    sides = [size] if isinstance(size, int) else size
+    if sides and not (
+        len(sides) <= 2 and all(isinstance(side, int) and 1 <= side <= 8192 for side in sides)
+    ):
+        raise ValueError(
+            f"size={size} must be a number of pixels from 1 to 8192, or [height, width]"
+        )
+    return sides
+
+
+def _texts(template: str) -> list[list[Template]]:
+    """Return the texts of a template, each split at its images.
+
+    Raises:
+        ValueError: they are not two or three, or one has an invalid $.
+    """
+    sections = re.split(r"^---\s*$", template, flags=re.MULTILINE)
+    texts = [_pieces(section) for section in sections]
+    if not 2 <= len(texts) <= 3 or not all(piece.is_valid() for text in texts for piece in text):
+        raise ValueError(
+            "template: write two or three texts (start, turn, invalid answer) between lines "
+            "of ---; $$ is a $"
+        )
+    return texts
 
 
 def _pieces(section: str) -> list[Template]:
