@@ -69,10 +69,6 @@ def write_card(
     notes: list[str] = []
     rows = [row for row in read_metrics(run_dir, notes) if (row["step"] or 0) <= step]
     config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    digests, environment = (
-        _json(run_dir / "datasets.json"),
-        flatten(_json(run_dir / "environment.json")),
-    )
     series = {}
     for line in _LINES:
         series[line.metric] = [
@@ -84,9 +80,6 @@ def write_card(
     data, algorithm = config["data"], config["algorithm"]
     entries = [
         (split, entry) for split in ("train", "val") for entry in data[f"{split}_data_paths"]
-    ]
-    digested_entries = [
-        (split, entry, digests.get(split, {}).get(entry, {})) for split, entry in entries
     ]
     files = config["runner"].get("code_files") or {}
     # The card is published: it names the user's files without their texts.
@@ -121,21 +114,8 @@ def write_card(
             figures=[
                 (label, f"{last[name]:.4g}") for name, label in FIGURES.items() if name in last
             ],
-            data=[
-                (
-                    split,
-                    _shortened(entry),
-                    digest.get("bytes", ""),
-                    digest.get("sha256") or digest.get("revision") or "unknown",
-                )
-                for split, entry, digest in digested_entries
-            ],
-            environment=[
-                (name.removeprefix("packages."), value)
-                for name, value in environment.items()
-                if name.startswith(("packages.", "git.commit", "python", "gpus", "cuda"))
-                and value not in ("null", "[]")
-            ],
+            data=_data_rows(entries, _json(run_dir / "datasets.json")),
+            environment=_environment_rows(flatten(_json(run_dir / "environment.json"))),
             config=yaml.safe_dump(_public(config), sort_keys=False, allow_unicode=True, width=120),
         )
     )
@@ -215,6 +195,28 @@ def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+
+
+def _data_rows(
+    entries: Sequence[tuple[str, str]], digests: dict[str, Any]
+) -> list[tuple[str, str, Any, str]]:
+    """Return split, name, bytes and digest of each entry of the data."""
+    rows: list[tuple[str, str, Any, str]] = []
+    for split, entry in entries:
+        digest = digests.get(split, {}).get(entry, {})
+        known = digest.get("sha256") or digest.get("revision") or "unknown"
+        rows.append((split, _shortened(entry), digest.get("bytes", ""), known))
+    return rows
+
+
+def _environment_rows(environment: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return name and value of the packages, the commit, Python and the GPUs of a run."""
+    shown = ("packages.", "git.commit", "python", "gpus", "cuda")
+    return [
+        (name.removeprefix("packages."), value)
+        for name, value in environment.items()
+        if name.startswith(shown) and value not in ("null", "[]")
+    ]
 
 
 def _json(path: Path) -> dict[str, Any]:
