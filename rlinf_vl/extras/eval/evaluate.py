@@ -162,20 +162,24 @@ def evaluate(
             file.write_text(
                 json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
             )
-        # Under the names that a run's validation has, so that reports show both alike.
-        metrics = {
-            "val/accuracy": figures["pass@1"]["mean"] or 0.0,
-            "val/problems": figures["pass@1"]["problems"],
-            "val/errors": sum(figures["errors"].values()),
-            "val/ungradable": figures["ungradable"],
-            "val/response_length_mean": figures["response_tokens"] or 0.0,
-        }
-        metrics |= {f"val/env/{name}": value for name, value in figures["env"].items()}
-        metrics |= {f"val/reward/{name}": value for name, value in figures["reward_parts"].items()}
-        pool.release(log.end_step(0, metrics))
+        pool.release(log.end_step(0, _metrics(figures)))
         pool.release(log.recorder.close())
         pool.stop()
     return figures
+
+
+def _metrics(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return figures under the names that a run's validation has, so that reports show both alike."""
+    metrics = {
+        "val/accuracy": figures["pass@1"]["mean"] or 0.0,
+        "val/problems": figures["pass@1"]["problems"],
+        "val/errors": sum(figures["errors"].values()),
+        "val/ungradable": figures["ungradable"],
+        "val/response_length_mean": figures["response_tokens"] or 0.0,
+    }
+    metrics |= {f"val/env/{name}": value for name, value in figures["env"].items()}
+    metrics |= {f"val/reward/{name}": value for name, value in figures["reward_parts"].items()}
+    return metrics
 
 
 def answer_tasks(pool: Pool, log: RunLog, tasks: Sequence[Task]) -> list[GroupSummary]:
