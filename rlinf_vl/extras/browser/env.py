@@ -123,14 +123,7 @@ class Browser(ToolEnv):
             tool_response=tool_response,
             max_tool_calls=max_tool_calls,
         )
-        if coordinates not in get_args(Coordinates):
-            raise ValueError(
-                f"coordinates: {coordinates!r} is none of {', '.join(get_args(Coordinates))}"
-            )
-        if not settle_s >= 0 or not timeout_s > settle_s:
-            raise ValueError(
-                f"settle_s={settle_s} must be at least 0, and timeout_s={timeout_s} more than it"
-            )
+        _check_turn(coordinates, settle_s, timeout_s)
         contract, window = "", (1, 1)
         if miniwob is not None:
             if folder is not None or url != "index.html":
@@ -401,6 +394,18 @@ class Browser(ToolEnv):
         if self._thousandths:
             return x * width / 1000, y * height / 1000
         return x / self._settings.scale, y / self._settings.scale
+
+
+def _check_turn(coordinates: str, settle_s: float, timeout_s: float) -> None:
+    """Raise ValueError if a turn has no such unit of coordinates, or no such times."""
+    if coordinates not in get_args(Coordinates):
+        raise ValueError(
+            f"coordinates: {coordinates!r} is none of {', '.join(get_args(Coordinates))}"
+        )
+    if not settle_s >= 0 or not timeout_s > settle_s:
+        raise ValueError(
+            f"settle_s={settle_s} must be at least 0, and timeout_s={timeout_s} more than it"
+        )
 
 
 def _checked_viewport(viewport: Sequence[int], scale: float) -> tuple[int, int]:
