@@ -77,18 +77,8 @@ def supervise(
                 sampling = Sampling(problems, pool, sync, engines.gpu)
             else:
                 learner.start(data.total_steps)
-            return partial(
-                imitate,
-                config,
-                readers,
-                learner,
-                data,
-                home,
-                stop,
-                log=log,
-                sampling=sampling,
-                start=start,
-            )
+            run = partial(imitate, config, readers, learner, data, home, stop)
+            return partial(run, log=log, sampling=sampling, start=start)
 
         def forget_weights() -> None:
             if engines is not None:
