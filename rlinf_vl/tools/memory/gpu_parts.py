@@ -87,15 +87,15 @@ def rank_parts(
     cache = {"vision cache": n_caches * int(actor.vision_cache_gb * GIB)}
     training = process_parts | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
+    # Before the images': it refuses a budget that is too large to be traced.
+    train = _train_parts(config, model, keeps_gathered, sharded_gradients)
     return {
         "load": process_parts | packed | sharding,
         # An optimizer's state is made by a step, and then overwritten.
         "resume": process_parts | shards | optimizer | {"gradients": sharded_gradients},
         "generate": process_parts | resident | cache,
         "images": _with_slack(training, _image_parts(config, model, keeps_gathered)),
-        "train": _with_slack(
-            training, _train_parts(config, model, keeps_gathered, sharded_gradients)
-        ),
+        "train": _with_slack(training, train),
         "sync": _with_slack(
             process_parts | shards | cache | resident, _sync_parts(config, model, strategy)
         ),
