@@ -25,7 +25,7 @@ PARTS = {
     "agent-player": "rlinf_vl.extras.agents.make:make_player",
     # before a run
     "input-rules": "rlinf_vl.tools.check.inputs:RULES",
-    "missing-packages": "rlinf_vl.tools.check.inputs:packages_missing",
+    "start-rules": "rlinf_vl.tools.check.inputs:START_RULES",
     "missing-libraries": "rlinf_vl.tools.check.inputs:libraries_missing",
     "refuse-machine": "rlinf_vl.tools.check.doctor:refuse",
     "algorithm-problems": "rlinf_vl.tools.check.trial:algorithm_problems",

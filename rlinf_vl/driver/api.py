@@ -177,7 +177,7 @@ def _launch(
         run_config.data.image_root = run_config.data.image_root or os.getcwd()
     for split, dataset in passed_rows.items():
         data_paths[split][:] = [_write_rows(dataset, run_config, split)]
-    validate_config(run_config, (*rules, load_part("missing-packages"), *load_part("input-rules")))
+    validate_config(run_config, (*rules, *load_part("start-rules")))
     stop = StopRequest()
     with stop.installed(), shown_log():
         stopped_by = rlinf_vl.driver.entry.launch_training(run_config, stop, keep_ray=True)

@@ -20,9 +20,11 @@ def train(arguments: argparse.Namespace) -> int:
     # A check may run where SGLang and torch are not installed. A Python without torch is not the
     # one that will train: what else it lacks says nothing, and there is nothing to rehearse.
     has_torch = importlib.util.find_spec("torch") is not None
-    checked_rules = [load_part("missing-libraries")] if has_torch else []
-    rules = checked_rules if arguments.check else [load_part("missing-packages")]
-    rules = [*rules, *load_part("input-rules")]
+    if arguments.check:
+        libraries = [load_part("missing-libraries")] if has_torch else []
+        rules = [*libraries, *load_part("input-rules")]
+    else:
+        rules = load_part("start-rules")
     if arguments.verb == "sft":
         config = imitation_config(arguments.config, arguments.overrides, rules)
     elif arguments.multirun:

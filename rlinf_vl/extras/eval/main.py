@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.config,
         overrides,
         arguments.samples,
-        (load_part("missing-packages"), *load_part("input-rules")),
+        load_part("start-rules"),
         arguments.trust_run_code,
     )
     subject = {

@@ -21,7 +21,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.tools.check.inputs import RULES, packages_missing
+from rlinf_vl.tools.check.inputs import START_RULES
 from rlinf_vl.tools.check.machine import HOOK, TESTED, Machine, look
 
 GIB = 2**30
@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
         if machine.cluster and machine.cluster_answers:
             lines.append(_join(config))
         try:
-            validate_config(config, (packages_missing, *RULES))
+            validate_config(config, START_RULES)
         except ConfigError as error:
             lines += [Line("fail", "config", problem) for problem in error.problems]
     sys.stdout.write(render(lines))

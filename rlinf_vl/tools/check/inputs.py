@@ -458,5 +458,7 @@ RULES = [
     _object_store,
     _gpus,
 ]
+#: What must hold before a run or an evaluation starts.
+START_RULES = [packages_missing, *RULES]
 #: Rules on the data, the graders and the model whose tokens are counted.
 DATA_RULES = [partial(_data, with_rows=False), _rewards, checkpoint]
