@@ -7,13 +7,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rlinf_vl.driver.entry import prepare_toys
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.replay_file import FOLDER, SUFFIX, RecordedStep
 from rlinf_vl.tools.verify.replay.minimise import Minimiser
 from rlinf_vl.tools.verify.replay.quantities import Quantity
 from rlinf_vl.tools.verify.replay.render import as_json, size_text, table
-from rlinf_vl.tools.verify.replay.rerun import PrepareToys, record_run
+from rlinf_vl.tools.verify.replay.rerun import record_run
 from rlinf_vl.tools.verify.replay.run import Outcome, Replay
 from rlinf_vl.tools.verify.replay.subject import config_of, subject_of
 
@@ -24,10 +23,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the verb; the exit code is 1 where the implementations differ."""
     path: Path = arguments.path
     if path.is_dir():
-        file = record(path, arguments, prepare_toys)
+        file = record(path, arguments)
         print(f"{file} ({file.stat().st_size / 1e6:.1f} MB); open it with 'rlinf-vl replay {file}'")
         return 0
-    step = read_step(path, prepare_toys, arguments.trust_run_code)
+    step = read_step(path, arguments.trust_run_code)
     config = config_of(step)
     subject = subject_of(step, config)
     try:
@@ -60,14 +59,13 @@ def _first(outcome: Outcome) -> Quantity | None:
     return None if outcome.first is None else outcome.first.quantity
 
 
-def record(run_dir: Path, arguments: argparse.Namespace, prepare: PrepareToys) -> Path:
+def record(run_dir: Path, arguments: argparse.Namespace) -> Path:
     """Write the file of a run's step, and return its path."""
     if arguments.step is None:
         raise ConfigError(f"{run_dir} is a run: say which of its steps, --step N")
     step = record_run(
         run_dir,
         arguments.step,
-        prepare,
         shape_only=arguments.shape_only,
         trust_run_code=arguments.trust_run_code,
     )
@@ -87,7 +85,7 @@ def record(run_dir: Path, arguments: argparse.Namespace, prepare: PrepareToys) -
     return file
 
 
-def read_step(path: Path, prepare: PrepareToys, trust_run_code: bool = False) -> RecordedStep:
+def read_step(path: Path, trust_run_code: bool = False) -> RecordedStep:
     """Read a file; weights that it lacks are computed again from the run that it names.
 
     Raises:
@@ -100,7 +98,7 @@ def read_step(path: Path, prepare: PrepareToys, trust_run_code: bool = False) ->
     if not needs_run or not (Path(step.run) / "config.yaml").is_file():
         return step
     log.info("the file has no weights: computing them again from %s", step.run)
-    computed = record_run(Path(step.run), step.step, prepare, trust_run_code=trust_run_code)
+    computed = record_run(Path(step.run), step.step, trust_run_code=trust_run_code)
     return replace(
         step,
         weights=computed.weights,

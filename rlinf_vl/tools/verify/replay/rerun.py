@@ -28,6 +28,7 @@ from rlinf_vl.controller.dataset_plan import find_usable_rows
 from rlinf_vl.controller.loop import train
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
+from rlinf_vl.driver.entry import prepare_toys
 from rlinf_vl.driver.local.learner import LocalLearner, LocalSync
 from rlinf_vl.driver.local.pool import LocalPool
 from rlinf_vl.driver.local.supervise import DirectWriter, settled_process
@@ -44,8 +45,6 @@ from rlinf_vl.tools.verify.replay.record import planned
 from rlinf_vl.types import Group, GroupSummary, Message, TokenSequence, Trajectory, Turn
 
 log = logging.getLogger(__name__)
-#: Makes the toys that a config names, and returns the path of its model.
-PrepareToys = Callable[[Config], str]
 
 
 class _Reached(Exception):
@@ -90,7 +89,6 @@ class _StoppingLearner(LocalLearner):
 def record_run(
     run_dir: Path,
     step: int,
-    prepare: PrepareToys,
     *,
     shape_only: bool = False,
     trust_run_code: bool = False,
@@ -98,7 +96,6 @@ def record_run(
     """Record a step of the run in a folder.
 
     Args:
-        prepare: makes the toys that a config names, and returns the model's path.
         shape_only: without weights; a replay then draws random ones.
 
     Raises:
@@ -124,7 +121,7 @@ def record_run(
     ]
     start = earlier[-1][1] if earlier else None
     log.info("recording step %d of %s from %s", step, run_dir, start or "the first weights")
-    captured, summaries_plan, total_steps, model_path = _rerun(config, step, start, prepare)
+    captured, summaries_plan, total_steps, model_path = _rerun(config, step, start)
     groups, train_logprobs, is_same = recorded_groups(run_dir, step, captured.groups)
     plan = summaries_plan(groups)
     messages = {
@@ -153,9 +150,7 @@ def record_run(
     )
 
 
-def _rerun(
-    config: Config, step: int, start: Folder | None, prepare: PrepareToys
-) -> tuple[_Captured, Any, int, str]:
+def _rerun(config: Config, step: int, start: Folder | None) -> tuple[_Captured, Any, int, str]:
     """Train up to a step's update; returns what was captured there, a function from groups to the
     plan, the run's steps, and the model's path."""
     captured = _Captured()
@@ -164,7 +159,7 @@ def _rerun(
         config = _local(config, folder)
         run_dir = folder / "run"
         run_dir.mkdir()
-        model_path = prepare(config)
+        model_path = prepare_toys(config)
         device = stack.enter_context(settled_process(config))
         progress = RunProgress(StatusFile(run_dir))
         run_log = RunLog(
