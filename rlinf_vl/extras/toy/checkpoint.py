@@ -3,7 +3,6 @@
 Finding a checkpoint needs neither torch nor transformers, only building one does.
 """
 
-import importlib
 import os
 from pathlib import Path
 
@@ -39,8 +38,8 @@ def toy_checkpoint_path(
     name = f"checkpoint-seed{seed}" if steps is None else f"checkpoint-seed{seed}-steps{steps}"
 
     def build(folder: Path) -> None:
-        # It trains by the loop of `rlinf-vl sft`, which imports this package: hence no plain import.
-        builder = importlib.import_module("rlinf_vl.extras.toy.warm_start")
-        builder.build_toy_checkpoint(folder, seed, progress, toy=toy, steps=steps)
+        from rlinf_vl.extras.toy.warm_start import build_toy_checkpoint  # imports torch
+
+        build_toy_checkpoint(folder, seed, progress, toy=toy, steps=steps)
 
     return build_once(cache_root(cache_dir) / f"{toy}-{version}" / name, build)

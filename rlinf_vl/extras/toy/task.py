@@ -1,7 +1,6 @@
 """Embedded tasks: their rows, and demonstrations for the warm start of their checkpoints."""
 
 import hashlib
-import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlinf_vl.config.parts import named
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.data.cache import build_once, cache_root, source_version
 from rlinf_vl.types import Message
@@ -56,8 +56,7 @@ def is_held_out(layout: str) -> bool:
 
 def toy_of(name: str) -> Toy:
     """Return the embedded task of a name in `TOYS`."""
-    module, _, attribute = TOYS[name].source.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return named(TOYS[name].source)
 
 
 def toy_dataset_path(
