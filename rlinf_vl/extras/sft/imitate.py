@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import plan_of
 from rlinf_vl.controller.dataset_plan import DatasetPlan
-from rlinf_vl.controller.loop import RunState, count_bad_steps, interrupted
+from rlinf_vl.controller.loop import RunState, count_bad_steps, interrupted, report_end
 from rlinf_vl.controller.protocols import GroupStores, Learner, Pool, WeightSyncer
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.saver import Saver
@@ -128,9 +128,8 @@ def imitate(
     try:
         if state.step == 0 and runner.val_before_train and validates:
             stores.release(log.end_step(0, validate()))
+        report_end(state.step, total, runner)
         if state.step >= total:
-            key = "max_steps" if total == runner.max_steps else "max_epochs"
-            logger.info("nothing left: step %d of %d; raise runner.%s", state.step, total, key)
             return state.metrics
         batch = step_of_rows(state.step + 1)
         for step in range(state.step + 1, total + 1):
