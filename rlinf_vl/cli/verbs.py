@@ -66,7 +66,7 @@ VERBS = {
         mistakes=(ValueError,),
     ),
     "timeline": Verb(
-        "rlinf_vl.tools.report.main:timeline",
+        "rlinf_vl.observe.spans:main",
         "merge what every process did when into a trace for ui.perfetto.dev",
         arguments.timeline,
         mistakes=(ValueError,),

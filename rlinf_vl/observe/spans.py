@@ -5,6 +5,7 @@ On a GPU a span is the time that its process spends, not the time of the kernels
 `runner.profile.steps` shows those.
 """
 
+import argparse
 import json
 import threading
 import time
@@ -161,3 +162,8 @@ def profiler(run_dir: Path, step: int, rank: int) -> Iterator[None]:
     folder = run_dir / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     profiled.export_chrome_trace(str(folder / f"step_{step}-rank_{rank}.json.gz"))
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Run the verb `timeline`: write the spans of a run's processes, and print the file's path."""
+    print(write_timeline(arguments.run_dir, arguments.output))

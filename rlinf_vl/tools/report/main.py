@@ -1,9 +1,8 @@
-"""The verbs `report`, `runs`, `watch` and `timeline`, which read folders of runs."""
+"""The verbs `report`, `runs` and `watch`, which read folders of runs."""
 
 import argparse
 import json
 
-from rlinf_vl.observe.spans import write_timeline
 from rlinf_vl.tools.report import watch as live
 from rlinf_vl.tools.report.build import build_report
 from rlinf_vl.tools.report.runs_table import read_folder, runs_json, runs_table
@@ -36,8 +35,3 @@ def runs(arguments: argparse.Namespace) -> None:
 def watch(arguments: argparse.Namespace) -> None:
     """Show a run as it goes on."""
     live.watch(arguments.run_dir, once=arguments.once)
-
-
-def timeline(arguments: argparse.Namespace) -> None:
-    """Write the spans of a run's processes for Perfetto, and print the file's path."""
-    print(write_timeline(arguments.run_dir, arguments.output))
