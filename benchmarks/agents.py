@@ -36,7 +36,7 @@ from rlinf_vl.rollout.episode.generation_client import GenerationClient
 from rlinf_vl.rollout.episode.group_sampler import GroupSampler
 from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.rollout.episode.rollout_state import RolloutState
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.types import Completion, Problem, Request, Sample, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -63,9 +63,9 @@ from rlinf_vl.observe.evaluation import evaluation
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.episode.batch_stream import BatchStream, StoredGroup
-from rlinf_vl.rollout.pool.submission import GroupArrived, Submission, Task
 from rlinf_vl.rollout.pool.supervisor import Supervisor
 from rlinf_vl.rollout.pool.worker_handle import WorkerHandle
+from rlinf_vl.rollout.submission import GroupArrived, Submission, Task
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
 

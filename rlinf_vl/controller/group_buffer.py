@@ -32,7 +32,7 @@ from rlinf_vl.controller.dataset_plan import DatasetPlan
 from rlinf_vl.controller.protocols import Pool
 from rlinf_vl.controller.tasks import make_tasks
 from rlinf_vl.data.corruption import corruption_at
-from rlinf_vl.rollout.pool.submission import Event, GroupArrived, GroupsResent, Submission, Task
+from rlinf_vl.rollout.submission import Event, GroupArrived, GroupsResent, Submission, Task
 
 
 class OpenGroup(NamedTuple):
@@ -172,7 +172,7 @@ class GroupBuffer:
     # --- IN_FLIGHT ⇄ FINISHED ---------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Receive a finished group, waiting up to `rlinf_vl.rollout.pool.submission.CHECK_S` seconds."""
+        """Receive a finished group, waiting up to `rlinf_vl.rollout.submission.CHECK_S` seconds."""
         # All submissions put their events into one queue: any of them can be waited for.
         for event in self._submissions[-1].wait():
             if isinstance(event, GroupArrived):

@@ -18,7 +18,7 @@ from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.step_plan import item_of, trainable
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.types import GroupSummary
 
 #: Trajectories scored per image class (`image_class`).

@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from rlinf_vl.actor.batch_types import RankMiniBatch, TurnKl
-from rlinf_vl.rollout.pool.submission import Event, Submission, Task
+from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.types import GroupSummary, Prices, Reference
 
 

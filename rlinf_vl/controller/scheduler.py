@@ -31,7 +31,7 @@ from rlinf_vl.controller.group_buffer import GroupBuffer, PendingGroup
 from rlinf_vl.controller.protocols import Pool
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.step_plan import ties
-from rlinf_vl.rollout.pool.submission import GroupArrived, Task
+from rlinf_vl.rollout.submission import GroupArrived, Task
 from rlinf_vl.types import GroupSummary
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rlinf_vl.data.corruption import Corruption
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 
 
 def make_tasks(

@@ -20,7 +20,7 @@ from rlinf_vl.observe.seeing import (
     seeing_metrics,
     shares_by_control,
 )
-from rlinf_vl.rollout.pool.submission import Submission
+from rlinf_vl.rollout.submission import Submission
 from rlinf_vl.types import GroupSummary
 
 logger = logging.getLogger(__name__)

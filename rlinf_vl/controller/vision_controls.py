@@ -9,7 +9,7 @@ from rlinf_vl.controller.protocols import Pool
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.vision_controls import VisionControl, choose_donors
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.rollout.pool.submission import Submission, Task
+from rlinf_vl.rollout.submission import Submission, Task
 from rlinf_vl.types import GroupSummary
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from summaries import values
 
 from rlinf_vl.config import load_config
 from rlinf_vl.data.bad_rows import BadRows, TooManyBadRows
-from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.rollout.pool.worker import RolloutRank
+from rlinf_vl.rollout.submission import Task
 
 pytestmark = pytest.mark.integration
 

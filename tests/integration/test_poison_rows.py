@@ -6,7 +6,7 @@ from summaries import values
 from rlinf_vl.config import load_config
 from rlinf_vl.data.dataset import open_datasets
 from rlinf_vl.envs.registry import ENVIRONMENTS
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 
 pytestmark = pytest.mark.integration
 

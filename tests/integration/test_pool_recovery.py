@@ -14,7 +14,7 @@ import torch
 from rlinf_vl.config import load_config
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.weights.buckets import pack
 from rlinf_vl.weights.object_store import ObjectStoreStrategy
 from rlinf_vl.weights.sender import Offer, Snapshot

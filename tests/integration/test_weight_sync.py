@@ -13,7 +13,7 @@ import torch
 from pool_weights import load_weights
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.weights import STRATEGIES, Listing
 from rlinf_vl.weights.sender import Offer
 from rlinf_vl.weights.strategy import strategy_named

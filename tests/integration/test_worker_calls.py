@@ -10,9 +10,9 @@ import ray
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.episode.batch_stream import STREAM_MESSAGES
 from rlinf_vl.rollout.pool.slot import WorkerDied
-from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.rollout.pool.worker import RolloutRank
 from rlinf_vl.rollout.pool.worker_handle import WorkerHandle
+from rlinf_vl.rollout.submission import Task
 from tests.object_store import used_bytes
 
 pytestmark = pytest.mark.integration

@@ -18,7 +18,7 @@ from rlinf_vl.engines.base import MEMORY_TAGS, Engine
 from rlinf_vl.rollout.episode.env_makers import scorer_of
 from rlinf_vl.rollout.episode.group_sampler import GroupSampler
 from rlinf_vl.rollout.episode.image_order import ImageOrder
-from rlinf_vl.rollout.pool.submission import (
+from rlinf_vl.rollout.submission import (
     CHECK_S,
     Event,
     GroupArrived,

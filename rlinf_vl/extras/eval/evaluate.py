@@ -28,7 +28,7 @@ from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.seeing import control_figures, right_shares, shares_by_control
 from rlinf_vl.rollout.episode.env_makers import pays_row_answers
 from rlinf_vl.rollout.pool.pool import RolloutPool
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.checkpoints import Folder
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.runtime.launch import Reservation

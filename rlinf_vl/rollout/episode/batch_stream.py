@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.types import GroupSummary, Reference
 
 #: Messages of one stream, after which the controller opens another, because Ray's records of a

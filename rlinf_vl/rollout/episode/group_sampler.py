@@ -25,7 +25,7 @@ from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE, load_env_class
 from rlinf_vl.errors import never_reported
 from rlinf_vl.rollout.episode.batch_stream import StoredGroup
 from rlinf_vl.rollout.episode.loop_bridge import cancel_all
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.loading import quick_imports
 from rlinf_vl.types import Group, GroupSummary, Problem, Reference, SamplingParams
 from rlinf_vl.user_code import CodeError

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 
 
 class ImageOrder:

@@ -31,9 +31,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlinf_vl.rewards import GradingError
+from rlinf_vl.rollout.daemon_thread import in_daemon_thread
 from rlinf_vl.rollout.episode.env_executor import CallTimeout, plain_error
 from rlinf_vl.rollout.episode.faults import UserCodeError, error_text
-from rlinf_vl.rollout.pool.daemon_thread import in_daemon_thread
 from rlinf_vl.user_code import end_with_parent
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Generic
 
 from rlinf_vl.rollout.pool.quarantine import Quarantine
 from rlinf_vl.rollout.pool.slot import Slot, W, WorkerDied
-from rlinf_vl.rollout.pool.submission import (
+from rlinf_vl.rollout.submission import (
     GroupArrived,
     GroupsResent,
     QueuedTask,

@@ -15,12 +15,12 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.engines.base import MEMORY_TAGS
 from rlinf_vl.rollout.episode.image_order import ImageOrder
-from rlinf_vl.rollout.pool.submission import Event, Submission, Task
 from rlinf_vl.rollout.pool.supervisor import Supervisor
 from rlinf_vl.rollout.pool.updates import SnapshotSource, WeightUpdate
 from rlinf_vl.rollout.pool.worker import RolloutRank
 from rlinf_vl.rollout.pool.worker_handle import WorkerHandle, answer
 from rlinf_vl.rollout.pool.worker_placements import WorkerPlacements
+from rlinf_vl.rollout.submission import Event, Submission, Task
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import entry, gpu_ids
 from rlinf_vl.types import GroupSummary

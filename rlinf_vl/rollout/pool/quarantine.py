@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rlinf_vl.rollout.pool.submission import QueuedTask, Submission, Task
+from rlinf_vl.rollout.submission import QueuedTask, Submission, Task
 
 
 class Quarantine:

@@ -30,7 +30,7 @@ from enum import Enum, auto
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rlinf_vl.errors import RunError
-from rlinf_vl.rollout.pool.submission import QueuedTask, Submission, Task
+from rlinf_vl.rollout.submission import QueuedTask, Submission, Task
 
 
 class WorkersLost(RunError):

@@ -21,14 +21,14 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from rlinf_vl.rollout.daemon_thread import in_daemon_thread
 from rlinf_vl.rollout.episode.loop_bridge import cancel_all
-from rlinf_vl.rollout.pool.daemon_thread import in_daemon_thread
 from rlinf_vl.rollout.pool.dispatch import Dispatcher
 from rlinf_vl.rollout.pool.elasticity import Elasticity
 from rlinf_vl.rollout.pool.slot import Place, Slot, SlotState, W, WorkerDied, WorkersLost
-from rlinf_vl.rollout.pool.submission import Event, Submission, Task
 from rlinf_vl.rollout.pool.updates import SnapshotSource, WeightUpdate, WeightUpdates
 from rlinf_vl.rollout.pool.worker_watch import WorkerWatch
+from rlinf_vl.rollout.submission import Event, Submission, Task
 
 log = logging.getLogger(__name__)
 

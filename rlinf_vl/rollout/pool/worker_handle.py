@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.rollout.episode.batch_stream import BatchReport, StoredGroup
 from rlinf_vl.rollout.pool.slot import WorkerDied
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.ray_process import ActorsLost, Heartbeat, cause_of, kill
 
 

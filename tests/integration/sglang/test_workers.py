@@ -14,7 +14,7 @@ from pool_weights import load_weights
 from summaries import values
 
 from rlinf_vl.config import load_config
-from rlinf_vl.rollout.pool.submission import Task
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.weights import STRATEGIES
 from rlinf_vl.weights.strategy import strategy_named
 

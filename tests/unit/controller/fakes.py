@@ -28,7 +28,7 @@ from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.status import StatusFile
-from rlinf_vl.rollout.pool.submission import GroupArrived, Submission, SubmissionEnded
+from rlinf_vl.rollout.submission import GroupArrived, Submission, SubmissionEnded
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
 

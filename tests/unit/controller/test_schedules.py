@@ -13,7 +13,7 @@ from rlinf_vl.controller.loop import RunState
 from rlinf_vl.controller.scheduler import RolloutScheduler
 from rlinf_vl.controller.schedules import SCHEDULES
 from rlinf_vl.data.sampler import EpochSampler
-from rlinf_vl.rollout.pool.submission import GroupArrived, GroupsResent, Submission, SubmissionEnded
+from rlinf_vl.rollout.submission import GroupArrived, GroupsResent, Submission, SubmissionEnded
 from rlinf_vl.runtime.stop_request import Interrupted
 
 APART = "cluster.component_placement={actor: 0, rollout: 1}"

@@ -124,3 +124,9 @@ def test_each_part_that_is_asked_for_is_in_the_table():
         if isinstance(text, ast.Constant)
     }
     assert names == PARTS.keys()
+
+
+def test_episodes_need_neither_the_pool_nor_ray():
+    for path in (PACKAGE / "rollout/episode").rglob("*.py"):
+        assert not [m for m in imported(path) if m.startswith("rlinf_vl.rollout.pool")], path
+        assert not re.search(r"^\s*(import|from) ray\b", path.read_text(encoding="utf-8"), re.M)

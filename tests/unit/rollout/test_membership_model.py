@@ -22,8 +22,8 @@ import pytest
 
 from rlinf_vl.rollout.pool import elasticity, supervisor, updates
 from rlinf_vl.rollout.pool.slot import Place, SlotState, WorkerDied, WorkersLost
-from rlinf_vl.rollout.pool.submission import GroupArrived, GroupsResent, SubmissionEnded, Task
 from rlinf_vl.rollout.pool.supervisor import Supervisor
+from rlinf_vl.rollout.submission import GroupArrived, GroupsResent, SubmissionEnded, Task
 from rlinf_vl.weights.sender import Snapshot
 
 EVENTS = int(os.environ.get("MEMBERSHIP_EVENTS", "5000"))

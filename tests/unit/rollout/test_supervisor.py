@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf_vl.rollout.pool import elasticity, submission, updates, worker_placements
+from rlinf_vl.rollout import submission
+from rlinf_vl.rollout.pool import elasticity, updates, worker_placements
 from rlinf_vl.rollout.pool import supervisor as module
 from rlinf_vl.rollout.pool.slot import Place, SlotState
-from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.rollout.pool.supervisor import Supervisor, WorkerDied, WorkersLost
 from rlinf_vl.rollout.pool.worker_placements import WorkerPlacements
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.weights.sender import Snapshot
 
 

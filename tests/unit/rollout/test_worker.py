@@ -16,8 +16,8 @@ from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.observe.metrics import summarize_rollout
 from rlinf_vl.rewards import stop_grading
 from rlinf_vl.rollout.episode.player import Player
-from rlinf_vl.rollout.pool.submission import Task
 from rlinf_vl.rollout.pool.worker import RolloutRank
+from rlinf_vl.rollout.submission import Task
 from rlinf_vl.transport.groups import GroupStore
 
 TOWER = "9^{9^{9^{9}}}"
