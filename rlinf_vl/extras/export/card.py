@@ -204,18 +204,18 @@ def _data_rows(
     rows: list[tuple[str, str, Any, str]] = []
     for split, entry in entries:
         digest = digests.get(split, {}).get(entry, {})
-        known = digest.get("sha256") or digest.get("revision") or "unknown"
-        rows.append((split, _shortened(entry), digest.get("bytes", ""), known))
+        content_id = digest.get("sha256") or digest.get("revision") or "unknown"
+        rows.append((split, _shortened(entry), digest.get("bytes", ""), content_id))
     return rows
 
 
 def _environment_rows(environment: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return name and value of the packages, the commit, Python and the GPUs of a run."""
-    shown = ("packages.", "git.commit", "python", "gpus", "cuda")
+    prefixes = ("packages.", "git.commit", "python", "gpus", "cuda")
     return [
         (name.removeprefix("packages."), value)
         for name, value in environment.items()
-        if name.startswith(shown) and value not in ("null", "[]")
+        if name.startswith(prefixes) and value not in ("null", "[]")
     ]
 
 

@@ -152,14 +152,14 @@ def _gathered_elements(config: Config, model: Model, keeps_gathered: bool) -> in
     # Of experts a rank gathers those that are its own by expert parallelism.
     expert = expert_parallel_size(config)
     if keeps_gathered:
-        whole = weights.total - _others(weights.experts, expert)
+        n_weights = weights.total - _others(weights.experts, expert)
         tower = _has_frozen_tower(model) * weights.tower
-        reference = has_reference * (whole - weights.tower)
-        policy = whole - sum(weights.quantized) - tower
+        reference = has_reference * (n_weights - weights.tower)
+        policy = n_weights - sum(weights.quantized) - tower
         return policy + reference + sum(teacher.total for teacher in teachers)
     block = weights.block - _others(weights.block_experts, expert)
     # A gathered unit and the buffer that it came in, for the block in use and the one fetched
-    # ahead; the root stays whole.
+    # ahead; the root stays n_weights.
     blocks = 4 * max(block, 0 if _has_frozen_tower(model) else weights.tower_unit)
     gathered = (1 + has_reference) * (weights.root + blocks)
     if teachers:
