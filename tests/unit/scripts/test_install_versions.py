@@ -17,10 +17,9 @@ TORCH = re.findall(
 )[0]
 NEWER = "2.15.0"
 #: Modules that an environment imports once before it is ready.
-IMPORTED = (
-    *("actor.worker", "rollout.pool.worker", "driver.supervise"),
-    *("local.warm_start", "report.build"),
-)
+IMPORTED = re.search(
+    r'for module in \((("[\w.]+",? ?)+)\)', (ROOT / "requirements/install.sh").read_text()
+)[1].replace('"', "").split(", ")
 #: Distribution → module of what `verify` looks at, beside torch.
 OTHERS = {
     "transformers": "transformers",
@@ -97,14 +96,13 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.root, self.wheels, self.venv = folder / "root", folder / "wheels", folder / "env"
         self.wheels.mkdir()
-        (self.root / "requirements").mkdir(parents=True)
-        (self.root / "rlinf_vl/tools/memory").mkdir(parents=True)
         for name in ("requirements/install.sh", "rlinf_vl/runtime/packages.py"):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / name).write_text((ROOT / name).read_text())
         (self.root / "rlinf_vl/__init__.py").touch()
         for module in IMPORTED:
             path = self.root / f"rlinf_vl/{module.replace('.', '/')}.py"
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         (self.root / "requirements/base.txt").write_text("torch>=2.11\n" + "\n".join(OTHERS))
         (self.root / "backend.py").write_text(BACKEND)
