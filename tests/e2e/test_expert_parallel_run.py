@@ -47,9 +47,10 @@ def test_it_learns_as_without(tmp_path):
     assert list(rows) == list(shared_rows) == list(range(1, STEPS + 1))
     for step, row in rows.items():
         assert shared_rows[step] == pytest.approx(row, rel=1e-5, abs=1e-5), step
-        assert row["actor/grad_norm"] > 0.1
         assert row["actor/routing_disagreement"] == 0, "the engine's experts arrived"
-    assert sum(row["reward/mean"] > 0 for row in rows.values()) > STEPS / 2
+    # A step whose answers are all wrong has no gradient: which step that is depends on the processor.
+    for figure, least in (("reward/mean", 0), ("actor/grad_norm", 0.1)):
+        assert sum(row[figure] > least for row in rows.values()) > STEPS / 2, figure
     # The two sum gradients in another order: what is the same to the last digit has shared out nothing.
     assert any(
         row["actor/grad_norm"] != shared_rows[n]["actor/grad_norm"] for n, row in rows.items()
