@@ -319,9 +319,9 @@ FAULTS = (
         name="endless-restarts",
         page="reliability",
         promise="Ranks start again at most runner.max_restarts times from one checkpoint.",
-        place="Restarting.run",
-        old="restarts[checkpoint] += 1",
-        new="restarts[checkpoint] = 0",
+        place="Restarts.count",
+        old="self._times[checkpoint] += 1",
+        new="self._times[checkpoint] = 0",
         tests=("tests/unit/controller/test_supervise.py",),
     ),
     Fault(

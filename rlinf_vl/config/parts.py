@@ -36,10 +36,7 @@ PARTS = {
     "memory-by-phase": "rlinf_vl.tools.memory.ledger:peak_by_phase",
     "settle-memory": "rlinf_vl.tools.memory.automatic:settle_memory",
     # a run
-    "train-on-ray": "rlinf_vl.driver.supervise:supervise",
-    "train-here": "rlinf_vl.driver.local.supervise:supervise",
-    "imitate-on-ray": "rlinf_vl.extras.sft.supervise:supervise",
-    "imitate-here": "rlinf_vl.extras.sft.local:supervise",
+    "imitate": "rlinf_vl.extras.sft.supervise:supervise",
     "report": "rlinf_vl.tools.report.build:build_report",
     # several runs
     "plan-sweep": "rlinf_vl.tools.sweep.plan:plan_sweep",

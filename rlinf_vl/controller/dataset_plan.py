@@ -10,12 +10,12 @@ from typing import Protocol
 
 from rlinf_vl.config.imitation import RowLimit, row_limit
 from rlinf_vl.config.schema import Config
+from rlinf_vl.controller.protocols import StepProgress
 from rlinf_vl.controller.vision_controls import Controls, plan_controls
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.dataset import FilterResult
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.observe.progress import RunProgress
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class DatasetPlan:
 
 
 def find_usable_rows(
-    config: Config, run_dir: Path, pool: RowChecker, progress: RunProgress
+    config: Config, run_dir: Path, pool: RowChecker, progress: StepProgress
 ) -> DatasetPlan:
     """Wait for the workers, and let them check the rows of each split. Bad rows are left out, and
     recorded in `run_dir`.
@@ -102,7 +102,7 @@ def find_usable_rows(
 
 
 def check_rows(
-    config: Config, split: str, n: int, pool: RowChecker, bad_rows: BadRows, progress: RunProgress
+    config: Config, split: str, n: int, pool: RowChecker, bad_rows: BadRows, progress: StepProgress
 ) -> FilterResult:
     """Check the first `n` rows of a split; the result says which can be used. Raises as
     `find_usable_rows`."""

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rlinf_vl.config import Config, save_config
 from rlinf_vl.config.parts import load_part
@@ -131,8 +131,12 @@ def _run(
 ) -> int | None:
     """Train in a folder that is ready, from a checkpoint or from the start."""
     # After the config is known to be valid: these imports and the toy's warm start take seconds.
+    from rlinf_vl.driver.backends import parts_of
+    from rlinf_vl.driver.supervise import supervise
     from rlinf_vl.runtime.loading import freeze_loaded
 
+    if config.data.messages_key is not None:
+        supervise = load_part("imitate")
     model_path = prepare_toys(config)
     # In a thread, as reading large data takes minutes; a daemon, as the run's end need not wait for
     # it.
@@ -144,11 +148,13 @@ def _run(
     metrics: dict[str, float] = {}
     with (
         _report_at_end(run_dir),
-        _backend(config, model_path, run_dir, stop_request, keep_ray) as (supervise, progress),
+        recorded(run_dir) as progress,
+        parts_of(config, model_path, run_dir, progress, stop_request, keep_ray=keep_ray) as parts,
     ):
+        save_config(config, run_dir / "config.yaml")  # with what was settled
         freeze_loaded()
         try:
-            metrics = supervise(run_dir, progress, stop_request, checkpoint)
+            metrics = supervise(parts, checkpoint)
         except Interrupted as stop:
             # It has saved, so this is an end like another, with an exit code of its own.
             stopped_by, progress.end, progress.reason = stop.number, "stopped", str(stop)
@@ -165,26 +171,7 @@ def _run(
 
 
 @contextmanager
-def _backend(
-    config: Config, model_path: str, run_dir: Path, stop_request: StopRequest, keep_ray: bool
-) -> Iterator[tuple[Callable[..., dict[str, float]], RunProgress]]:
-    """Start Ray, unless the run is a local one; yields the function that runs, and the progress
-    display."""
-    imitates = config.data.messages_key is not None
-    if config.cluster.backend == "local":
-        local_supervise = load_part("imitate-here" if imitates else "train-here")
-        with _recorded(run_dir) as progress:
-            yield partial(local_supervise, config, model_path), progress
-        return
-    supervise = load_part("imitate-on-ray" if imitates else "train-on-ray")
-    with machines(config, run_dir, stop_request, keep_ray=keep_ray) as (progress, reservation):
-        load_part("settle-memory")(config, model_path, reservation)
-        save_config(config, run_dir / "config.yaml")  # with what was settled
-        yield partial(supervise, config, model_path, reservation), progress
-
-
-@contextmanager
-def _recorded(run_dir: Path) -> Iterator[RunProgress]:
+def recorded(run_dir: Path) -> Iterator[RunProgress]:
     """Yield the progress display. From then on `run_dir` has the description of the environment and
     the spans of all processes."""
     (run_dir / SPANS).mkdir(exist_ok=True)
@@ -192,28 +179,6 @@ def _recorded(run_dir: Path) -> Iterator[RunProgress]:
     with RunProgress(StatusFile(run_dir)) as progress:
         record_spans(run_dir, "controller")
         yield progress
-
-
-@contextmanager
-def machines(
-    config: Config,
-    run_dir: Path,
-    stop_request: StopRequest,
-    learns: bool = True,
-    keep_ray: bool = False,
-) -> Iterator[tuple[RunProgress, Any]]:
-    """Start Ray and reserve the machines; yields the progress display and the `Reservation`."""
-    from rlinf_vl.runtime.launch import ray_cluster, reserve
-
-    with _recorded(run_dir) as progress:
-        progress.phase("starting Ray")
-        with (
-            ray_cluster(config, keep_ray) as options,
-            reserve(config, learns, options) as reservation,
-        ):
-            # Ray has installed a handler of its own.
-            stop_request.install()
-            yield progress, reservation
 
 
 @contextmanager

@@ -37,15 +37,21 @@ class StopRequest:
         self.grace_period: float | None = None
         self._end: threading.Timer | None = None
         self.number: int | None = None  # the last signal's
+        self._installed = False
 
     def install(self) -> None:
-        """Handle both signals; again after `ray.init`, which installs handlers of its own.
-
-        Signals come to the main thread only: in another one this does nothing.
-        """
+        """Handle both signals. They come to the main thread only: in another one this does
+        nothing."""
+        self._installed = True
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._receive)
+
+    def install_again(self) -> None:
+        """Handle both signals again, if they were handled: `ray.init` installs handlers of its
+        own."""
+        if self._installed:
+            self.install()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -55,6 +61,7 @@ class StopRequest:
         try:
             yield
         finally:
+            self._installed = False
             if self._end is not None:
                 self._end.cancel()
             if threading.current_thread() is threading.main_thread():

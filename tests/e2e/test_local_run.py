@@ -106,6 +106,19 @@ def test_numbers_are_those_of_ray_to_the_digit(local, on_ray):
     pd.testing.assert_frame_equal(trajectories(local), trajectories(on_ray), check_exact=True)
 
 
+def test_an_evaluation_without_ray_finds_the_accuracy_of_the_runs_end(local, tmp_path):
+    program = (
+        "import sys; from rlinf_vl.__main__ import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 'ray' in sys.modules)"
+    )
+    arguments = [f"checkpoint={local}", "data.val_samples=16", f"runner.output_dir={tmp_path}"]
+    command = [sys.executable, "-c", program, "eval", "toy-grpo-cpu", *LOCAL, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "toy-grpo-cpu-step_4-eval/eval.json").read_text())
+    assert found["pass@1"]["mean"] == pytest.approx(numbers(local)[4]["val/accuracy"])
+
+
 @pytest.mark.parametrize("resumed_on", [ON_RAY, LOCAL], ids=["ray", "local"])
 def test_a_checkpoint_resumes_on_the_other_backend(local, on_ray, resumed_on, tmp_path):
     source = on_ray if resumed_on is LOCAL else local

@@ -58,11 +58,11 @@ def summaries_in(value) -> int:
 
 
 def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch):
+    from rlinf_vl.driver.backends import parts_of
     from rlinf_vl.driver.supervise import supervise
     from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.rollout.pool import pool, worker_handle
-    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
 
     overrides = [
@@ -88,13 +88,12 @@ def test_only_numbers_and_references_reach_the_controller(tmp_path, monkeypatch)
         received.append(value)
         return value
 
-    with ray_cluster(config), reserve(config) as placement:
+    model = str(toy_checkpoint_path())
+    with parts_of(config, model, tmp_path, RunProgress(), StopRequest()) as parts:
         for module in (pool, worker_handle):
             monkeypatch.setattr(module, "answer", watched_answer)
         monkeypatch.setattr(ray, "get", watched)
-        metrics = supervise(
-            config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest()
-        )
+        metrics = supervise(parts)
         monkeypatch.setattr(ray, "get", get)
     assert metrics["reward/mean"] >= 0
     assert summaries_in(received) == 8 + 8 + 4

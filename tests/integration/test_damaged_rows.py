@@ -324,9 +324,9 @@ def test_images_that_go_bad_while_training_are_counted(tmp_path, toy_folder):
 
 def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
     """One epoch of some of the rows, through real actors; images that are decoded, tokenized and trained on."""
+    from rlinf_vl.driver.backends import parts_of
     from rlinf_vl.driver.supervise import supervise
     from rlinf_vl.observe.progress import RunProgress
-    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
 
     n = 10 * EVERY
@@ -343,10 +343,9 @@ def test_a_run_trains_on_exactly_the_rows_that_are_sound(toy_folder, tmp_path):
         "rollout.weight_sync=object_store",
     ]
     config = load_config("toy-grpo-cpu", overrides)
-    with ray_cluster(config), reserve(config) as placement:
-        metrics = supervise(
-            config, str(toy_folder), placement, tmp_path, RunProgress(), StopRequest()
-        )
+    model = str(toy_folder)
+    with parts_of(config, model, tmp_path, RunProgress(), StopRequest()) as parts:
+        metrics = supervise(parts)
     assert metrics["data/bad_rows"] == 120 and metrics["rollout/errors"] == 0
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert sorted(row for step in ledger for row in step["rows"]) == [

@@ -129,11 +129,11 @@ def test_an_image_is_stored_once_and_goes_with_the_last_group_that_shows_it(clus
 def test_a_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     """The whole loop: the driver does not grow, and the object store ends as it began. Weights do not go through it here."""
     from rlinf_vl.controller.run_log import RunLog
+    from rlinf_vl.driver.backends import parts_of
     from rlinf_vl.driver.supervise import supervise
     from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
     from rlinf_vl.observe.progress import RunProgress
     from rlinf_vl.rollout.pool.pool import RolloutPool
-    from rlinf_vl.runtime.launch import ray_cluster, reserve
     from rlinf_vl.runtime.stop_request import StopRequest
 
     overrides = [
@@ -167,10 +167,9 @@ def test_a_hundred_steps_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(RunLog, "open", opened)
     monkeypatch.setattr(RunLog, "end_step", watched)
     monkeypatch.setattr(RolloutPool, "stop", checked)
-    with ray_cluster(config), reserve(config) as placement:
-        supervise(
-            config, str(toy_checkpoint_path()), placement, tmp_path, RunProgress(), StopRequest()
-        )
+    model = str(toy_checkpoint_path())
+    with parts_of(config, model, tmp_path, RunProgress(), StopRequest()) as parts:
+        supervise(parts)
     assert len(metrics) == 100
     assert resident[-1] - resident[19] < 4 * 2**20
     assert all(m["data/object_store_bytes"] >= m["data/unique_bytes"] > 0 for m in metrics)

@@ -87,6 +87,9 @@ class LocalPool:
         """Return the number of rows of each split."""
         return {split: len(dataset) for split, dataset in self._sampler.datasets.items()}
 
+    def open_membership(self) -> None:
+        """Do nothing: no worker joins or leaves."""
+
     def filter_rows(
         self, split: str, rows: Sequence[int], progress: Callable[[int], None] = lambda done: None
     ) -> FilterResult:

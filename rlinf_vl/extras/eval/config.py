@@ -52,10 +52,6 @@ def evaluation_config(
         label = f"{config.runner.experiment_name}-{os.path.basename(model.model_path)}"
     sampling = config.algorithm.val_sampling_params
     problems = []
-    if config.cluster.backend == "local":
-        problems.append(
-            "cluster.backend: local is for training; an evaluation needs cluster.backend=ray"
-        )
     if samples < 1:
         problems.append(f"--samples {samples}: at least one answer to each problem")
     elif samples > 1 and sampling.temperature == 0:

@@ -5,9 +5,8 @@ import json
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,19 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import check_errors
 from rlinf_vl.controller.dataset_plan import check_rows
 from rlinf_vl.controller.protocols import Pool
-from rlinf_vl.controller.remote_writer import RemoteWriter
 from rlinf_vl.controller.run_log import RunLog
-from rlinf_vl.controller.schedules import SCHEDULES
 from rlinf_vl.controller.tasks import make_tasks, store_only
 from rlinf_vl.controller.vision_controls import ControlRun, plan_controls
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sources import open_source
+from rlinf_vl.driver.parts import Parts
 from rlinf_vl.errors import ConfigError, RunError, reason_of
 from rlinf_vl.observe.evaluation import evaluation
-from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.seeing import control_figures, right_shares, shares_by_control
 from rlinf_vl.rollout.episode.env_makers import pays_row_answers
-from rlinf_vl.rollout.pool.pool import RolloutPool
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.checkpoints import Folder
 from rlinf_vl.runtime.files import write_aside
-from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.run_folder import write_baselines
 from rlinf_vl.types import GroupSummary, Reference
 
@@ -92,19 +87,10 @@ def exported(checkpoint: Folder, folder: Path, dtype: str) -> Iterator[str]:
 
 
 def evaluate(
-    config: Config,
-    model_path: str,
-    reservation: Reservation,
-    run_dir: Path,
-    progress: RunProgress,
-    check: Callable[[], None],
-    *,
-    samples: int,
-    columns: dict[str, list[Any]],
-    subject: dict[str, Any],
+    parts: Parts, *, samples: int, columns: dict[str, list[Any]], subject: dict[str, Any]
 ) -> dict[str, Any]:
     """Answer every validation row `samples` times; write `eval.json`, and trajectories and metrics
-    as those of a step 0, into `run_dir`.
+    as those of a step 0, into the run's folder.
 
     Args:
         columns: column → its value in each row; each gets a table by its values.
@@ -116,55 +102,42 @@ def evaluate(
     Raises:
         ConfigError, RunError: no row can be used; too many are bad; every trajectory failed.
     """
+    config, run_dir, log, progress = parts.config, parts.run_dir, parts.log, parts.progress
     # Without ranks the engines need not leave memory to them.
     if config.rollout.gpu_memory_utilization == "auto":
-        config.rollout.gpu_memory_utilization = GPU_SHARE[reservation.device]
-    start_writer = partial(RemoteWriter, config, run_dir, model_path)
-    with ExitStack() as stack:
-        log = stack.enter_context(closing(RunLog(config, run_dir, start_writer, progress)))
-        progress.phase("starting rollout workers")
-        pool = RolloutPool(
-            config,
-            model_path,
-            reservation,
-            reproducible=SCHEDULES[config.runner.schedule].is_reproducible(config.runner),
-            report=log.event,
-            check=check,
-        )
-        stack.callback(pool.close)
-        n = pool.start()["val"]
-        n = n if config.data.val_samples < 0 else min(config.data.val_samples, n)
-        bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
-        checked = check_rows(config, "val", n, pool, bad_rows, progress)
-        answers, controls = checked.kept, plan_controls(config, checked)
-        log.open(0, 0, {})
-        if pays_row_answers(config):
-            write_baselines(run_dir, Counter(map(str.strip, answers.values())))
-        rows = list(answers)
-        tasks = make_tasks("val", rows, samples, config.runner.seed, 0)
-        summaries = answer_tasks(pool, log, tasks)
-        check_errors(summaries, log)
-        bad_rows.add_failed("val", summaries, 0)
-        # Rows that can't be used have no summary, and so no place in the tables.
-        values_by_column = {}
-        for name, values in columns.items():
-            values_by_column[name] = [values[row] for row in rows]
-        figures = subject | evaluation(summaries, samples, values_by_column)
-        figures["bad_rows"] = bad_rows.counts()["val"]
-        if controls:
-            progress.phase("evaluating under vision controls")
-            control_run = ControlRun(pool, tasks, controls)
-            stack.callback(control_run.close)
+        config.rollout.gpu_memory_utilization = GPU_SHARE[parts.device]
+    progress.phase("starting rollout workers")
+    pool = parts.start_pool()
+    n = pool.start()["val"]
+    n = n if config.data.val_samples < 0 else min(config.data.val_samples, n)
+    bad_rows = BadRows(run_dir, config.data.max_bad_rows, {"val": n})
+    checked = check_rows(config, "val", n, pool, bad_rows, progress)
+    answers, controls = checked.kept, plan_controls(config, checked)
+    log.open(0, 0, {})
+    if pays_row_answers(config):
+        write_baselines(run_dir, Counter(map(str.strip, answers.values())))
+    rows = list(answers)
+    tasks = make_tasks("val", rows, samples, config.runner.seed, 0)
+    summaries = answer_tasks(pool, log, tasks)
+    check_errors(summaries, log)
+    bad_rows.add_failed("val", summaries, 0)
+    # Rows that can't be used have no summary, and so no place in the tables.
+    values_by_column = {}
+    for name, values in columns.items():
+        values_by_column[name] = [values[row] for row in rows]
+    figures = subject | evaluation(summaries, samples, values_by_column)
+    figures["bad_rows"] = bad_rows.counts()["val"]
+    if controls:
+        progress.phase("evaluating under vision controls")
+        with closing(ControlRun(pool, tasks, controls)) as control_run:
             figures["vision_controls"] = control_figures(
                 right_shares(rows, summaries), shares_by_control(control_run.results())
             )
-        with write_aside(run_dir / "eval.json") as file:
-            file.write_text(
-                json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-        pool.release(log.end_step(0, _metrics(figures)))
-        pool.release(log.recorder.close())
-        pool.stop()
+    with write_aside(run_dir / "eval.json") as file:
+        file.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    pool.release(log.end_step(0, _metrics(figures)))
+    pool.release(log.recorder.close())
+    parts.end()
     return figures
 
 

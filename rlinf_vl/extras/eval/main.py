@@ -10,7 +10,7 @@ from typing import Any
 
 from rlinf_vl.config import Config
 from rlinf_vl.config.parts import load_part
-from rlinf_vl.driver.entry import explained, machines, prepare_toys
+from rlinf_vl.driver.entry import explained, prepare_toys, recorded
 from rlinf_vl.extras.eval.config import evaluation_config
 from rlinf_vl.observe.lines import EventLog
 from rlinf_vl.runtime import run_folder as folders
@@ -79,6 +79,7 @@ def launch_evaluation(
     with folders.locked(run_dir):
         # After the config is known to be valid: these imports and the toy's warm start take
         # seconds.
+        from rlinf_vl.driver.backends import parts_of
         from rlinf_vl.extras.eval import evaluate
         from rlinf_vl.observe.evaluation import render
 
@@ -92,19 +93,10 @@ def launch_evaluation(
             if checkpoint:
                 precision = config.rollout.model.precision
                 model_path = stack.enter_context(evaluate.exported(checkpoint, run_dir, precision))
-            progress, reservation = stack.enter_context(
-                machines(config, run_dir, stop_request, learns=False)
-            )
+            progress = stack.enter_context(recorded(run_dir))
+            parts = parts_of(config, model_path, run_dir, progress, stop_request, learns=False)
             figures = evaluate.evaluate(
-                config,
-                model_path,
-                reservation,
-                run_dir,
-                progress,
-                stop_request.check,
-                samples=samples,
-                columns=columns,
-                subject=subject,
+                stack.enter_context(parts), samples=samples, columns=columns, subject=subject
             )
     print(render(figures))
     return run_dir

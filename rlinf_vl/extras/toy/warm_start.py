@@ -33,11 +33,9 @@ from rlinf_vl.config.schema import (
 from rlinf_vl.config.schema.rollout import RolloutModelConfig
 from rlinf_vl.config.schema.runner import LoggerConfig, TrajectoriesConfig
 from rlinf_vl.controller.dataset_plan import DatasetPlan
-from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sampler import EpochSampler
-from rlinf_vl.driver.local.learner import LocalLearner
-from rlinf_vl.driver.local.supervise import settled_process
+from rlinf_vl.driver.local.parts import LocalParts
 from rlinf_vl.extras.sft.demonstrations import imitated_group
 from rlinf_vl.extras.sft.imitate import Groups, imitate
 from rlinf_vl.extras.toy import model as toy_model
@@ -45,7 +43,6 @@ from rlinf_vl.extras.toy import task
 from rlinf_vl.models.processing import PixelCache
 from rlinf_vl.rollout.episode.observation import observe
 from rlinf_vl.rollout.episode.row_check import processor_of, renderer_of
-from rlinf_vl.runtime.checkpoints import checkpoint_home
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.types import GroupSummary, Message, Problem
 
@@ -105,35 +102,28 @@ def warm_start(
     Returns:
         The loss of the last step (the mean over answer tokens, in nats), and the weights by name.
     """
-    with (
-        tempfile.TemporaryDirectory() as run_dir,
-        WarmStartBar(toy.name, show_progress) as bar,
-    ):
-        config = recipe(toy, model_path, run_dir, steps, seed)
+    with tempfile.TemporaryDirectory() as folder, WarmStartBar(toy.name, show_progress) as bar:
+        run_dir, stop = Path(folder), StopRequest()
+        config = recipe(toy, model_path, folder, steps, seed)
         # On one thread: their number changes the order of sums, and so the weights.
-        with settled_process(config) as device:
-            log = RunLog(config, Path(run_dir), _no_writer, bar)
+        with LocalParts(config, model_path, run_dir, bar, stop) as parts:
+            parts.connect(steps)
+            learner = parts.learner
             rng = np.random.default_rng([seed, steps])
-            learner = LocalLearner(config, model_path, device, steps)
             pixels = learner.rank.trainer.batches.pixel_cache
             readers = DemonstrationReader(config, model_path, toy, rng, pixels)
+            parts.at_end(readers.stop)
             rows = range(steps * toy.batch_size)
             data = DatasetPlan(
                 EpochSampler(rows, toy.batch_size, shuffle=False, seed=seed),
                 val_rows=[],
                 answers=Counter(),
                 total_steps=steps,
-                bad_rows=BadRows(Path(run_dir), 0, {"train": len(rows)}),
+                bad_rows=BadRows(run_dir, 0, {"train": len(rows)}),
             )
-            home = checkpoint_home(config, Path(run_dir))
-            try:
-                metrics = imitate(config, readers, learner, data, home, StopRequest(), log=log)
-                trained = learner.rank.trainer.weights(torch.float32)
-                weights = {name: value.clone() for name, value in trained}
-            finally:
-                learner.stop()
-                readers.stop()
-                log.close()
+            metrics = imitate(config, readers, learner, data, parts.home, stop, log=parts.log)
+            trained = learner.rank.trainer.weights(torch.float32)
+            weights = {name: value.clone() for name, value in trained}
     return metrics["actor/loss"], weights
 
 
@@ -173,10 +163,6 @@ def recipe(toy: task.Toy, model_path: str, run_dir: str, steps: int, seed: int) 
     )
     set_imitation(config)
     return config
-
-
-def _no_writer() -> Any:
-    raise AssertionError("a warm start records no trajectories")
 
 
 class DemonstrationReader:

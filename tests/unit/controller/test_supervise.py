@@ -9,8 +9,10 @@ from rich.console import Console
 from unit.controller.fakes import FakeLearner, FakePool, FakeRun, fake_config
 
 from rlinf_vl.config.placement import Placement
-from rlinf_vl.driver import supervise as room
-from rlinf_vl.driver.supervise import TooManyRestarts
+from rlinf_vl.driver import ray_parts, restarts
+from rlinf_vl.driver.ray_parts import RayParts
+from rlinf_vl.driver.restarts import TooManyRestarts
+from rlinf_vl.driver.supervise import supervise
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.nodes import WorkerPlacement
@@ -55,11 +57,12 @@ class Started:
         self.config = fake_config(folder, *overrides)
         self.pool, self.learners = FakePool(), []
         self.strike = strike
-        monkeypatch.setattr(room, "RolloutPool", lambda *_, **__: self.pool)
-        monkeypatch.setattr(room, "ActorGroup", self.learner)
+        monkeypatch.setattr(ray_parts, "RolloutPool", lambda *_, **__: self.pool)
+        for module in (ray_parts, restarts):
+            monkeypatch.setattr(module, "ActorGroup", self.learner)
         monkeypatch.setattr(FakeSync, "strike", staticmethod(sync))
-        monkeypatch.setattr(room, "WeightSync", FakeSync)
-        monkeypatch.setattr(room, "find_lost", lambda seats: [])
+        monkeypatch.setattr(ray_parts, "WeightSync", FakeSync)
+        monkeypatch.setattr(restarts, "find_lost", lambda seats: [])
 
     def learner(self, _config, _path, _device, seats):
         self.learners.append(FakeLearner(self.strike))
@@ -68,7 +71,9 @@ class Started:
 
     def __call__(self):
         progress = RunProgress(console=Console(file=io.StringIO()))
-        return room.supervise(self.config, "", RESERVATION, self.folder, progress, self.stop)
+        parts = RayParts(self.config, "", self.folder, progress, self.stop, RESERVATION)
+        with parts:
+            return supervise(parts)
 
     def events(self):
         path = self.folder / "events.jsonl"
@@ -144,8 +149,10 @@ def test_a_run_that_has_lost_a_node_waits_or_shrinks(monkeypatch, tmp_path, undi
     """Ray notices it late: when the ranks that start again have waited for a while."""
     run = Started(monkeypatch, tmp_path, f"cluster.on_node_loss={way}", strike=once(5))
     looks = iter([[], [1], [1], [1]])
-    monkeypatch.setattr(room, "find_lost", lambda seats: next(looks, []) if len(seats) == 2 else [])
-    monkeypatch.setattr(room, "POLL_S", 0.0)
+    monkeypatch.setattr(
+        restarts, "find_lost", lambda seats: next(looks, []) if len(seats) == 2 else []
+    )
+    monkeypatch.setattr(restarts, "POLL_S", 0.0)
     monkeypatch.setattr(FakeLearner, "placed", lambda learner, interrupted: not interrupted())
     run()
     assert FakeRun(tmp_path).metrics() == undisturbed
@@ -163,8 +170,8 @@ def test_a_run_that_waits_for_a_node_can_be_stopped(monkeypatch, tmp_path):
         run.stop.number = signal.SIGTERM
         return [0, 1]
 
-    monkeypatch.setattr(room, "find_lost", lost)
-    monkeypatch.setattr(room, "POLL_S", 0.0)
+    monkeypatch.setattr(restarts, "find_lost", lost)
+    monkeypatch.setattr(restarts, "POLL_S", 0.0)
     with pytest.raises(Interrupted):
         run()
     assert run.events()[-1] == ("node_lost", 5)

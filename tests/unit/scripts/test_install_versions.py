@@ -17,9 +17,13 @@ TORCH = re.findall(
 )[0]
 NEWER = "2.15.0"
 #: Modules that an environment imports once before it is ready.
-IMPORTED = re.search(
-    r'for module in \((("[\w.]+",? ?)+)\)', (ROOT / "requirements/install.sh").read_text()
-)[1].replace('"', "").split(", ")
+IMPORTED = (
+    re.search(
+        r'for module in \((("[\w.]+",? ?)+)\)', (ROOT / "requirements/install.sh").read_text()
+    )[1]
+    .replace('"', "")
+    .split(", ")
+)
 #: Distribution → module of what `verify` looks at, beside torch.
 OTHERS = {
     "transformers": "transformers",

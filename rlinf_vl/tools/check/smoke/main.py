@@ -15,15 +15,17 @@ from pathlib import Path
 
 from rlinf_vl.config import load_config
 from rlinf_vl.config.schema import Config
+from rlinf_vl.driver.backends import parts_of
+from rlinf_vl.driver.parts import Parts
 from rlinf_vl.errors import ConfigError, reason_of, without_colors
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.spans import FOLDER as SPANS
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.runtime.environment import variables_set
 from rlinf_vl.runtime.gpus import gpu_memory
+from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.tools.check.inputs import packages_missing
 from rlinf_vl.tools.check.smoke.memory import MemoryWatch
-from rlinf_vl.tools.check.smoke.parts import LocalParts, RayParts
 from rlinf_vl.tools.check.smoke.results import StageResult, State, as_json, header, verdict
 from rlinf_vl.tools.check.smoke.stages import Stage, Stages
 
@@ -99,14 +101,14 @@ def smoke(config: Config, limit_s: float) -> list[StageResult]:
             stack.callback(memory.close)
             (folder / SPANS).mkdir()
             progress = stack.enter_context(RunProgress(StatusFile(folder)))
-            make = LocalParts if config.cluster.backend == "local" else RayParts
-            stages = Stages(
-                config,
-                folder,
-                device,
-                memory,
-                lambda smoke_config: make(smoke_config, folder, progress, stack, lambda: None),
-            )
+
+            def make_parts(smoke_config: Config, model_path: str) -> Parts:
+                # Without a request to stop: Ctrl-C ends a smoke run at once.
+                stop = StopRequest()
+                parts = parts_of(smoke_config, model_path, folder, progress, stop)
+                return stack.enter_context(parts)
+
+            stages = Stages(config, folder, device, memory, make_parts)
             with limit.running():
                 _run_all(stages, memory, limit, results)
     except KeyboardInterrupt:
@@ -138,7 +140,7 @@ def _run_all(
         else:
             add(_run_stage(stage, stages, memory, limit))
     if all(state == "ok" for state in state_of.values()):
-        stages.parts.stop()
+        stages.parts.end()
 
 
 def _run_stage(stage: Stage, stages: Stages, memory: MemoryWatch, limit: TimeLimit) -> StageResult:

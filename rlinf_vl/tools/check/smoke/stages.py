@@ -16,10 +16,12 @@ from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.controller.batch import Rollout, rollout
+from rlinf_vl.controller.dataset_plan import DatasetPlan, find_usable_rows
 from rlinf_vl.controller.loop import RunState, update
 from rlinf_vl.controller.mismatch import NOISE, EngineMismatch, MismatchGuard, Score, judge
 from rlinf_vl.controller.saver import Saver
 from rlinf_vl.controller.schedules import SCHEDULES
+from rlinf_vl.driver.parts import Parts, Scores
 from rlinf_vl.errors import RunError
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, checkpoint_home
 from rlinf_vl.runtime.gpus import gpu_memory
@@ -28,7 +30,6 @@ from rlinf_vl.tools.check.inputs import RULES
 from rlinf_vl.tools.check.smoke.checkpoint import RandomCheckpoint, write_checkpoint
 from rlinf_vl.tools.check.smoke.inputs import STEPS, smoke_config
 from rlinf_vl.tools.check.smoke.memory import GIB, MemoryWatch
-from rlinf_vl.tools.check.smoke.parts import Parts, Scores
 from rlinf_vl.types import GroupSummary
 
 
@@ -70,6 +71,7 @@ class Stages:
     checkpoint: RandomCheckpoint
     config: Config
     parts: Parts
+    _data: DatasetPlan
 
     def __init__(
         self,
@@ -77,14 +79,15 @@ class Stages:
         folder: Path,
         device: str,
         memory: MemoryWatch,
-        make_parts: Callable[[Config], Parts],
+        make_parts: Callable[[Config, str], Parts],
     ) -> None:
         """
         Args:
             config: the user's.
             folder: of all files of the smoke run.
             device: "cuda" or "cpu".
-            make_parts: makes the parts of the smoke run's config, not started.
+            make_parts: makes the parts of the smoke run's config and model, in a context that ends
+                with the smoke run.
         """
         self.preflight: dict[str, float] = {}
         self._given_config, self._folder, self._device = config, folder, device
@@ -134,26 +137,31 @@ class Stages:
     # --- the start --------------------------------------------------------------------------------
 
     def start_engines(self) -> str:
-        """Start Ray, the engines and the processes of the ranks."""
-        self.parts = self._make_parts(self.config)
-        self.parts.start_engines()
-        self.parts.log.open(0, STEPS, {})
-        return self.parts.description
+        """Start Ray, the engines and the processes of the ranks, and check the rows."""
+        parts = self._make_parts(self.config, self.config.rollout.model.model_path)
+        parts.start_pool()
+        parts.begin_learner()
+        self._data = find_usable_rows(self.config, self._folder, parts.pool, parts.progress)
+        parts.log.open(0, STEPS, {})
+        self.parts = parts
+        return parts.description
 
     def load_ranks(self) -> str:
         """Load and shard the policy."""
         parts, config = self.parts, self.config
-        parts.start_learner()
+        parts.connect(self._data.total_steps)
         self._scheduler = SCHEDULES[config.runner.schedule](
-            config, parts.pool, parts.data, parts.log, parts.log.timed("sync")(parts.sync)
+            config, parts.pool, self._data, parts.log, parts.log.timed("sync")(parts.sync)
         )
         self._guard = MismatchGuard(config, parts.learner, parts.log)
         trained = config.actor.fsdp_config.mixed_precision.param_dtype
         precision = max(trained, config.rollout.model.precision, key=NOISE.__getitem__)
         self._precision = precision
         quantized = config.actor.model.is_lora and config.actor.model.lora.quantization != "none"
-        # A quantized policy computes with other weights than the model's files have.
-        first_sync = partial(self._scheduler.sync, 0) if quantized else None
+        # A quantized policy computes with other weights than the model's files have, and an engine
+        # may have lost its own while the ranks started.
+        stale = quantized or parts.gpu.loses_weights
+        first_sync = partial(self._scheduler.sync, 0) if stale else None
         parts.gpu.to_engines(parts.learner, first_sync)
         self._scheduler.resume(0, ())
         return f"a step is divided among {parts.learner.data_size}, checkpoint loaded and sharded"

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,9 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.controller.batch import plan_of
 from rlinf_vl.controller.dataset_plan import find_usable_rows
 from rlinf_vl.controller.loop import train
-from rlinf_vl.controller.run_log import RunLog
-from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.driver.entry import prepare_toys
-from rlinf_vl.driver.local.learner import LocalLearner, LocalSync
-from rlinf_vl.driver.local.pool import LocalPool
-from rlinf_vl.driver.local.supervise import DirectWriter, settled_process
+from rlinf_vl.driver.local.learner import LocalLearner
+from rlinf_vl.driver.local.parts import LocalParts
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.replay_file import RecordedStep, model_files
@@ -84,6 +80,13 @@ class _StoppingLearner(LocalLearner):
         if step == self.last_step:
             raise _Reached
         return super().update(step, minibatches, advantages, recorded, kl_scale, on_start)
+
+
+class _ReplayParts(LocalParts):
+    """The parts of a run that stops in a step."""
+
+    def make_learner(self, total_steps: int) -> _StoppingLearner:
+        return _StoppingLearner(self.config, self.model_path, self.device, total_steps)
 
 
 def record_run(
@@ -160,26 +163,19 @@ def _rerun(config: Config, step: int, start: Folder | None) -> tuple[_Captured, 
         run_dir = folder / "run"
         run_dir.mkdir()
         model_path = prepare_toys(config)
-        device = stack.enter_context(settled_process(config))
         progress = RunProgress(StatusFile(run_dir))
-        run_log = RunLog(
-            config, run_dir, partial(DirectWriter, config, run_dir, model_path), progress
-        )
-        stack.callback(run_log.close)
         stop = StopRequest()
+        parts = stack.enter_context(_ReplayParts(config, model_path, run_dir, progress, stop))
         stack.enter_context(_noted_prompts(captured.messages))
-        pool = LocalPool(config, model_path, device, stop.check)
-        stack.callback(pool.stop)
+        pool = parts.start_pool()
         data = find_usable_rows(config, run_dir, pool, progress)
-        learner = _StoppingLearner(config, model_path, device, data.total_steps)
+        parts.connect(data.total_steps)
+        learner = parts.learner
         learner.last_step = step
-        stack.callback(learner.stop)
-        gpu = SharedGpu(pool, shared=not config.runner.generates_ahead, offload=False)
-        sync = LocalSync(config, learner, pool.engine)
         with suppress(_Reached):
             train(
                 config, pool, learner, data, run_dir, stop,
-                gpu=gpu, sync=sync, log=run_log, start=start,
+                gpu=parts.gpu, sync=parts.sync, log=parts.log, start=start,
             )  # fmt: skip
         captured.groups = learner.step_groups[: config.data.rollout_batch_size]
         captured.weights = learner.rank.trainer.replay_weights(math.inf)
