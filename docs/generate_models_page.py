@@ -30,30 +30,31 @@ bash examples/reasoning/run_main_grpo_vqa.sh qwen3-vl-2b-grpo-fsdp-geo3k rollout
     rollout.model.model_type=auto rollout.rollout_backend=torch data.image_min_pixels=null data.image_max_pixels=null
 ```
 
-A model without a file is computed by transformers' modules, with the packed rows, shared prompts, trees, caches, LoRA, ranks,
-context parallel, exports and the torch engine of all others. Nothing is named: transformers says which modules are its
-vision tower and its text model (where it can't, `actor.model.vlm` [does](extending-engines.md#a-model-family)). It takes
+A model without a file is computed by transformers' modules, with everything that others have but what is named here.
+transformers says which modules are its vision tower and its text model (where it can't, `actor.model.vlm`
+[does](extending-engines.md#a-model-family)). It takes
 
 - text models whose layers attend through transformers' attention interface (Llama, Qwen2, Qwen3, GLM, EXAONE, Gemma 3), to
   every earlier token or to those within a sliding window, with positions that are counted or M-RoPE's. The tokens of an image
   may see each other, as in Gemma 3;
-- images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA, InternVL, SmolVLM and Gemma 3
-  have them. Tiles and the tokens around and between them are those of the checkpoint's own processor, and `data.image_min_pixels`
-  and `…max_pixels` stay unset.
+- images as patches with grids, as Qwen2-VL's descendants have them, or as tiles of one size, as LLaVA, InternVL,
+  SmolVLM and Gemma 3 have them. Tiles are those of the checkpoint's own processor; `data.image_min_pixels` and
+  `…max_pixels` stay unset.
 
-The rest is **refused** at the start, with what is missing: scaled logits (Cohere2), prompts whose tokens attend to later ones
-(PaliGemma), experts of image tokens (ERNIE 4.5), images whose padding or order of rows the model must know (LLaVA-NeXT,
-LLaVA-OneVision, Mistral 3), cross attention (Llama 3.2 Vision). It runs on both engines: SGLang computes by the same modules
-of transformers over its own cache of keys and values ([`RlinfVlGeneral`](../rlinf_vl/engines/sglang/models/general.py)), on
-one GPU an engine (`rollout.tensor_parallel_size: 1`); models with sliding windows, and Gemma 3, run on the torch engine.
-Dropout, which some towers have, is off.
+The rest is **refused** at the start, with what is missing: scaled logits (Cohere2), prompts whose tokens attend to
+later ones (PaliGemma), experts of image tokens (ERNIE 4.5), images whose padding or order of rows the model must know
+(LLaVA-NeXT, LLaVA-OneVision, Mistral 3), cross attention (Llama 3.2 Vision). It runs on both engines
+([`RlinfVlGeneral`](../rlinf_vl/engines/sglang/models/general.py) in SGLang), on one GPU an engine
+(`rollout.tensor_parallel_size: 1`); models with sliding windows, and Gemma 3, run on the torch engine. Dropout, which
+some towers have, is off.
 
 Mixtures of experts (Qwen3-MoE under InternVL) are known by their structure: `actor.model.freeze_router` holds, adapters go to
 their experts (those of GLM-4.5V are refused, as peft renames them), and preflight counts what a token uses. Routing replay,
 `router_aux_loss_coef` and expert parallelism need layers of this project's own.
 
-Each row is a certificate of `rlinf-vl prove-family` on two cores, with figures as in the [table below](#what-is-compared). A
-run of a model type without one begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
+Each row is a certificate of `rlinf-vl prove-family`: the largest of each path's figures, which are those of the
+[table below](#what-is-compared) ([all of them](../rlinf_vl/models/certificates)). A run of a model type without a
+certificate begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
 
 CERTIFICATES
 ## Prove a family
@@ -63,25 +64,22 @@ rlinf-vl prove-family CHECKPOINT --output certificate.json
 rlinf-vl prove-family CHECKPOINT --family my_family.py:FAMILY
 ```
 
-`CHECKPOINT` is a folder, a model on the hub or a model type. From its config a random member is made with small sizes and
-every kind of layer that the checkpoint has, and each path is compared with transformers' own forward of one sequence at a time:
-positions, packed rows, shared prompts, trees, cached features of a frozen tower, checkpointing, LoRA, the torch engine, exports,
-SGLang before and after a weight sync, two FSDP2 ranks and context parallel. Pictures of odd sizes are cut by the image processor
-of a folder, or else by one that follows from the config; gradients are those of all weights, the tower's included. It takes
-40 s on two cores, and 40 s more where SGLang is installed. The exit code is 1 where a figure is above its limit or a path fails,
-and the certificate has the figures, their limits, the member's config and the versions of the packages.
+`CHECKPOINT` is a folder, a model on the hub or a model type. A random member is made of its config, with small sizes
+and every kind of layer, and each path is compared with transformers' own forward of one sequence at a time: positions,
+packed rows, shared prompts, trees, cached features of a frozen tower, checkpointing, LoRA, the torch engine, exports,
+SGLang before and after a weight sync, two FSDP2 ranks and context parallel. It takes 40 s on two cores, and 40 s more
+where SGLang is installed. The exit code is 1 where a figure is above its limit or a path fails; the certificate has the
+figures, their limits, the member's config and the versions of the packages.
 
 Run it before you train a family of your own, a model type without a certificate, or a supported family with a newer
 transformers. A model type's default config need not be that of its checkpoints (GLM's rotate half of a head): a folder with a
 config.json is the better argument. Where transformers names no parts, `--vision-tower` and `--text-model` do.
 
-A checkpoint with a tokenizer has its prompts proven, too: conversations with several pictures in a message and in several
-turns, a system message, tools and `enable_thinking` where its template has them. Their ids, placeholders and pixels must be
-those of its own processor in transformers; the three figures are 0, or the path is wrong. Texts that spell a special token are
-left out, since this project encodes them as text on purpose.
+A checkpoint with a tokenizer has its prompts proven, too: several pictures in a message and in several turns, a system
+message, tools and `enable_thinking`. Ids, placeholders and pixels must be those of its own processor in transformers:
+the three figures are 0, or the path is wrong.
 
-SGLang has [an environment of its own](sglang.md), and elsewhere the path is refused. Paths are added to a certificate, with
-the member that is in it, by naming them:
+SGLang's path needs [its environment](sglang.md); paths are added to a certificate by naming them:
 
 ```bash
 rlinf-vl prove-family internvl --paths sglang --output certificate.json
@@ -89,11 +87,11 @@ rlinf-vl prove-family internvl --paths sglang --output certificate.json
 
 ## What is compared
 
-Does a family compute what transformers computes? Each cell is a figure that a test measures and holds to its limit, with tiny
-random members of sizes unlike any real model's, in float32 on a CPU. The reference is transformers' own code, one sequence at a
-time. Two figures are the largest difference of a logprob, in nats, and of an entry of a gradient, relative to its tensor's
-largest where that is above 1; one is of logprobs, or for whole steps of loss, gradient norm and weights. How prompts of several
-images fare, of different sizes, is a ratio: how much further off they are than prompts of one, at most 1.20.
+Each cell is a figure that a test measures and holds to its limit: the largest difference from transformers' own code,
+one sequence at a time, with tiny random members in float32 on a CPU. Two figures are of logprobs, in nats, and of an
+entry of a gradient, relative to its tensor's largest where that is above 1; one is of logprobs, or for whole steps of
+loss, gradient norm and weights. For prompts of several images it is how much further off they are than prompts of one,
+at most 1.20.
 """
 
 #: Column → (its title, what is measured).
@@ -147,11 +145,9 @@ REASONS = {
 }
 
 FOOT = """\
-Families with a gated delta net (`qwen3_5`, `qwen3_5_moe`) are further off in gradients because transformers' own rule in
-float32 is that far from a float64 run; this project's sums of log decays are float64, and its rule is nearer. After two
-optimizer steps such a model can be 1e-4 from a plain one: so far does a plain one move when its first weights change in their
-last bit. One rank and two stay within 1e-5. On SGLang these families need a GPU: it computes the net with Triton, which has no
-CPU backend. `qwen3` has no vision tower, and its column "all trained" is text alone.
+Families with a gated delta net (`qwen3_5`, `qwen3_5_moe`) are further off in gradients, as transformers' float32 rule
+is from a float64 run. After two optimizer steps such a model can be 1e-4 from a plain one, which moves as far when its
+first weights change in their last bit. `qwen3` has no vision tower.
 
 Measure again, SGLang's column in its own environment (`bash requirements/install.sh --dev` and `--sglang --dev` make both with
 the tests' tools), and write this page:
@@ -177,9 +173,9 @@ def cell(family: str, column: str, figures: Mapping[str, Sequence[float]]) -> st
 
 
 def certificate_cell(certificate: Certificate, path: str) -> str:
-    """Return the figures of a path, or why there are none."""
+    """Return the largest figure of a path, or why there is none."""
     if path in certificate.paths:
-        return figures_text(certificate.paths[path], ".1e")
+        return figures_text([max(certificate.paths[path])], ".1e")
     if path not in certificate.order:
         return "not measured"
     return "wrong" if path in certificate.wrong else f"refused: {certificate.refused[path]}"
