@@ -45,6 +45,11 @@ def check_env(argument: Any) -> None:
         metavar="SECONDS",
         help="for one call of an environment, or for one agent (default 60)",
     )
+    add_json(argument)
+
+
+def add_json(argument: Any) -> None:
+    argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
 
 
 def check_reward(argument: Any) -> None:
@@ -77,6 +82,7 @@ def check_reward(argument: Any) -> None:
         metavar="SECONDS",
         help="for one answer (default 10)",
     )
+    add_json(argument)
 
 
 def check_data(argument: Any) -> None:
@@ -162,7 +168,7 @@ def doctor(argument: Any) -> None:
         help="for --smoke: the time that it has (default 180; 1200 with SGLang, whose first start on a GPU "
         "compiles kernels for minutes)",
     )
-    argument("--json", type=Path, metavar="FILE", help="for --smoke: write the results there, too")
+    add_json(argument)
 
 
 def preflight(argument: Any) -> None:

@@ -9,10 +9,8 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.parts import load_part
@@ -21,6 +19,7 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.toys import TOYS
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.tools.check.findings import Finding, Status, conclude
 from rlinf_vl.tools.check.inputs import START_RULES
 from rlinf_vl.tools.check.machine import HOOK, TESTED, Machine, look
 
@@ -41,27 +40,14 @@ HARMFUL = {
 }
 
 
-class Line(NamedTuple):
-    """A finding about one subject.
-
-    Attributes:
-        status: ok, warn or fail.
-        text: the finding; where the status is not ok, it ends with what to do.
-    """
-
-    status: str
-    subject: str
-    text: str
-
-
-def line(subject: str, finding: str, problem: object = "", status: str = "fail") -> Line:
-    """Make a line of this finding: ok, or of `status` with the `problem` after it.
+def line(subject: str, finding: str, problem: object = "", status: Status = "fail") -> Finding:
+    """Make a finding: ok, or of `status` with the `problem` after it.
 
     A false `problem` is none.
     """
-    return (
-        Line(status, subject, f"{finding}: {problem}") if problem else Line("ok", subject, finding)
-    )
+    if not problem:
+        return Finding("ok", subject, finding)
+    return Finding(status, subject, f"{finding}: {problem}")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,9 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             validate_config(config, START_RULES)
         except ConfigError as error:
-            lines += [Line("fail", "config", problem) for problem in error.problems]
-    sys.stdout.write(render(lines))
-    return int(any(line.status == "fail" for line in lines))
+            lines += [Finding("fail", "config", problem) for problem in error.problems]
+    return conclude(lines, render(lines), arguments.json)
 
 
 def refuse(config: Config) -> None:
@@ -97,13 +82,13 @@ def refuse(config: Config) -> None:
         raise ConfigError(*failed)
 
 
-def render(lines: Iterable[Line]) -> str:
+def render(lines: Iterable[Finding]) -> str:
     """Return the lines as a Markdown table."""
     rows = [("", "what", "found"), ("---", "---", "---"), *lines]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def check(machine: Machine, config: Config | None = None, weights: bool = True) -> list[Line]:
+def check(machine: Machine, config: Config | None = None, weights: bool = True) -> list[Finding]:
     """Return the findings about the machine.
 
     With a `config` they include its processes, and with `weights` those of its model. GPUs are
@@ -113,7 +98,7 @@ def check(machine: Machine, config: Config | None = None, weights: bool = True) 
     return lines if config is None else [*lines, *_of_processes(machine, config, weights)]
 
 
-def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
+def _versions(machine: Machine, config: Config | None) -> Iterator[Finding]:
     """Yield findings about the versions of Python and of packages."""
     sglang = config is not None and config.rollout.rollout_backend == "sglang"
     needed = {"torch", "transformers", "ray"} | ({"sglang"} if sglang else set())
@@ -131,7 +116,7 @@ def _versions(machine: Machine, config: Config | None) -> Iterator[Line]:
         yield line("packages", moved, f"`{machine.restore}` puts them back", "warn")
 
 
-def _gpus(machine: Machine, config: Config | None) -> Iterator[Line]:
+def _gpus(machine: Machine, config: Config | None) -> Iterator[Finding]:
     """Yield findings about GPUs, CUDA, the driver, and the environment's settings of them."""
     if not _on_gpus(machine, config):
         yield line("GPUs", f"{len(machine.gpus)}, none needed")
@@ -180,7 +165,7 @@ def _gpus(machine: Machine, config: Config | None) -> Iterator[Line]:
             yield line("environment", setting, f"{why}; unset it", "warn")
 
 
-def _host(machine: Machine, config: Config | None) -> Iterator[Line]:
+def _host(machine: Machine, config: Config | None) -> Iterator[Finding]:
     """Yield findings about shared memory, ports, and the cluster to join."""
     # Ray's own choice is 30 % of the memory.
     store_bytes = (config and config.cluster.object_store_memory) or int(0.3 * machine.total_memory)
@@ -200,7 +185,7 @@ def _host(machine: Machine, config: Config | None) -> Iterator[Line]:
         yield line("cluster", f"Ray at {machine.cluster}", problem)
 
 
-def _network(machine: Machine, config: Config | None) -> Iterator[Line]:
+def _network(machine: Machine, config: Config | None) -> Iterator[Finding]:
     """Yield findings about the transport between machines, for a run on GPUs of several.
 
     NCCL takes TCP without a word where it can't use InfiniBand or RoCE.
@@ -238,7 +223,7 @@ def _on_gpus(machine: Machine, config: Config | None) -> bool:
     return device == "cuda" or (device == "auto" and bool(machine.gpus))
 
 
-def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[Line]:
+def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[Finding]:
     """Yield findings that depend on the number of processes, and with `weights` on the model."""
     cuda = config.cluster.device == "cuda" or bool(machine.gpus)
     nodes, slots = config.cluster.num_nodes, max(1, len(machine.gpus) if cuda else machine.cores)
@@ -263,7 +248,7 @@ def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[L
         yield from _of_weights(machine, config, ranks, engines)
 
 
-def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> Iterator[Line]:
+def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> Iterator[Finding]:
     """Yield findings that depend on the model, with `ranks` and `engines` on each machine."""
     from rlinf_vl.models.certificates import not_proven
     from rlinf_vl.models.loading import DTYPES
@@ -320,7 +305,7 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
         yield _image_tokens(config, side)
 
 
-def _disk(machine: Machine, config: Config, checkpoint_bytes: float) -> Line:
+def _disk(machine: Machine, config: Config, checkpoint_bytes: float) -> Finding:
     """Return the finding about the disk of runs and their checkpoints."""
     runner, free = config.runner, _size(machine.run_disk)
     # A new checkpoint is complete before the oldest is deleted.
@@ -352,7 +337,7 @@ def _most_checkpoint_bytes(model_path: str) -> float:
     return 2 * 12 * stored_bytes or math.inf
 
 
-def _image_tokens(config: Config, side: int) -> Line:
+def _image_tokens(config: Config, side: int) -> Finding:
     """Return the finding about tokens of an image: each has side² pixels."""
     data = config.data
     processor_file = Path(config.rollout.model.model_path) / "preprocessor_config.json"
@@ -374,7 +359,7 @@ def _image_tokens(config: Config, side: int) -> Line:
     return line("image tokens", finding, tokens >= data.max_prompt_length and hint, "warn")
 
 
-def _join(config: Config) -> Line:
+def _join(config: Config) -> Finding:
     """Join the cluster that the run would join, and return the finding about its nodes."""
     import ray
 

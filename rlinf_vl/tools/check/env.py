@@ -28,7 +28,7 @@ from rlinf_vl.rollout.episode.env_executor import CallTimeout, ThreadExecutor
 from rlinf_vl.rollout.episode.observation import observe, plain_result
 from rlinf_vl.rollout.episode.row_check import without_reference
 from rlinf_vl.tools.check.arguments import FORM_KEYS, parsed_overrides, problems_of
-from rlinf_vl.tools.check.findings import Findings, unpaid_lines
+from rlinf_vl.tools.check.findings import ContractCheck, Finding, unpaid_lines
 from rlinf_vl.tools.check.policies import policies_for, scripts_of
 from rlinf_vl.types import ROLES, Message, Problem
 from rlinf_vl.user_code import CodeError
@@ -68,7 +68,7 @@ class ToolCount:
 
 
 @dataclass(kw_only=True)
-class Check(Findings):
+class Check(ContractCheck):
     """The check of one environment: its calls, and the findings of all episodes.
 
     Attributes:
@@ -337,8 +337,10 @@ class Check(Findings):
             duration_s = time.monotonic() - start_time
             self.seconds[name] = max(self.seconds.get(name, 0.0), duration_s)
 
-    def report(self) -> Iterator[str]:
-        """Yield the lines of the report."""
+    def figures(self) -> Iterator[Finding]:
+        yield from map(self._seen, self._lines())
+
+    def _lines(self) -> Iterator[str]:
         turns, rewards = self.turns, self.rewards
         yield f"{len(turns)} episodes played to their end, {sum(turns)} turns"
         if turns:
@@ -364,7 +366,6 @@ class Check(Findings):
             yield f"slow: {', '.join(slow)} took over {SLOW_S:g} s; a step of training waits for its slowest episode"
         if not turns:
             yield "no episode was played to its end; if it is made for rows of a data set, give some with --data FILE"
-        yield from self.problem_lines()
 
 
 def _texts(message: Any) -> Iterator[str]:
@@ -417,11 +418,14 @@ def main(arguments: argparse.Namespace) -> int:
     except (CodeError, RowError) as error:
         raise ConfigError(str(error)) from error
     make = EnvMaker(arguments.env_class, kwargs, {}, _contains_answer, 1.0, 0.0)
-    check = Check(file=inspect.getfile(env_class), make=make, limit_s=arguments.time_limit)
+    check = Check(
+        name=arguments.env_class,
+        file=inspect.getfile(env_class),
+        make=make,
+        limit_s=arguments.time_limit,
+    )
     check.play(problems, scripts)
-    print("\n".join(check.report()))
-    print(check.verdict(arguments.env_class))
-    return 1 if check.problems else 0
+    return check.report(arguments.json)
 
 
 def _contains_answer(problem: Problem, response: str) -> bool:

@@ -1,22 +1,66 @@
-"""The findings of a check of users' code: what breaks its contract, in sentences, and remarks."""
+"""The findings of checks: of machines (`doctor`), and of users' code, which holds a contract."""
 
+import json
+import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from rlinf_vl.data.unusable import shorten
+from rlinf_vl.runtime.files import write_aside
+
+#: ok; note: a figure or a remark; warn: worth a look; fail: a run would fail, or a contract is broken.
+Status = Literal["ok", "note", "warn", "fail"]
+#: What a line on a user's code begins with, by status.
+LABELS = {"warn": "LOOK: ", "fail": "BROKEN: "}
+
+
+class Finding(NamedTuple):
+    """A finding about one subject.
+
+    Attributes:
+        text: the finding; of a warning or a failure it ends with what to do.
+    """
+
+    status: Status
+    subject: str
+    text: str
+
+    def __str__(self) -> str:
+        return LABELS.get(self.status, "") + self.text
+
+
+def conclude(findings: Sequence[Finding], text: str, file: Path | None, verdict: str = "") -> int:
+    """Print the text of findings, write them into a JSON file if one is named, and return the exit
+    code: 1 if one of them is a failure, else 0."""
+    sys.stdout.write(text)
+    passed = all(finding.status != "fail" for finding in findings)
+    if file is not None:
+        content = {
+            "passed": passed,
+            "verdict": verdict,
+            "findings": [finding._asdict() for finding in findings],
+        }
+        with write_aside(file, durable=False) as aside:
+            aside.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    return int(not passed)
 
 
 @dataclass(kw_only=True)
-class Findings:
-    """The findings of one check.
+class ContractCheck(ABC):
+    """The check of one piece of a user's code.
 
     Attributes:
+        name: the code's name, as the user wrote it.
         file: the file of the checked code, to report the lines of its errors; "" if unknown.
         problems: what breaks the contract, by kind: a sentence, and the calls in which it did.
         notes: remarks that are no problems.
     """
 
+    name: str
     file: str
     problems: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -47,17 +91,34 @@ class Findings:
         )
         return f" ({frame.filename}, line {frame.lineno})"
 
-    def problem_lines(self) -> Iterator[str]:
-        """Yield a line of the report for each problem."""
-        for problem, calls in self.problems.values():
-            repeats = f", {len(calls)} times" if len(calls) > 1 else ""
-            yield f"BROKEN: {problem}" + (f" [{calls[0]}{repeats}]" if calls[0] + repeats else "")
+    @abstractmethod
+    def figures(self) -> Iterator[Finding]:
+        """Yield what was seen, problems aside."""
 
-    def verdict(self, name: str) -> str:
-        """Return the last line of the report of the code with this name."""
+    def _seen(self, text: str, status: Status = "note") -> Finding:
+        return Finding(status, self.name, text)
+
+    def findings(self) -> list[Finding]:
+        """Return the figures, and a failure for each kind of problem."""
+        return [*self.figures(), *self._failures()]
+
+    def _failures(self) -> Iterator[Finding]:
+        for problem, calls in self.problems.values():
+            repeats = f", and {len(calls) - 1} more" if len(calls) > 1 else ""
+            place = f" [{calls[0]}{repeats}]" if calls[0] + repeats else ""
+            yield self._seen(f"{problem}{place}", "fail")
+
+    def verdict(self) -> str:
+        """Return the last line of the report."""
         if self.problems:
-            return f"{name} breaks the contract in {len(self.problems)} ways"
-        return f"{name} holds the contract"
+            return f"{self.name} breaks the contract in {len(self.problems)} ways"
+        return f"{self.name} holds the contract"
+
+    def report(self, file: Path | None) -> int:
+        """Print the findings and the verdict, as `conclude` does; return the exit code."""
+        findings = self.findings()
+        lines = [*map(str, findings), self.verdict()]
+        return conclude(findings, "\n".join(lines) + "\n", file, self.verdict())
 
 
 def unpaid_lines(rewards: Sequence[float]) -> Iterator[str]:

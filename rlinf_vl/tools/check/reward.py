@@ -36,6 +36,7 @@ from rlinf_vl.tools.check.arguments import (
     parsed_overrides,
     spread_problems,
 )
+from rlinf_vl.tools.check.findings import ContractCheck, Finding
 from rlinf_vl.tools.check.policies import HOSTILE
 from rlinf_vl.tools.check.rehearsal import reference_of
 from rlinf_vl.types import Problem
@@ -114,30 +115,25 @@ def samples(name: str) -> list[Problem]:
     ]
 
 
-@dataclass
-class RewardCheck:
+@dataclass(kw_only=True)
+class RewardCheck(ContractCheck):
     """The check of one reward function: its scores and the findings.
 
     Attributes:
-        limit_s: limit on each call, in seconds.
+        rows: those that are tried.
         paid: the scores by kind of answer, one per row; None if there was no score.
         failures: the last reason why there was no score, by kind.
         failed_rows: the number of rows on which there was none, by kind.
-        problems: what breaks the contract: a sentence, and the kinds of answers.
-        notes: what is worth a look.
         seconds: the longest time for one answer, and the kind of that answer.
         correct: whether answers counted as right, by kind.
         unread_forms: the kinds of right answers that are paid less than others.
     """
 
-    name: str
     scorer: Scorer
-    limit_s: float
+    rows: Sequence[Problem]
     paid: dict[str, list[float | None]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     failed_rows: Counter[str] = field(default_factory=Counter)
-    problems: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     seconds: tuple[float, str] = (0.0, "")
     correct: dict[str, list[bool]] = field(default_factory=dict)
     unread_forms: list[str] = field(default_factory=list)
@@ -146,8 +142,9 @@ class RewardCheck:
     def part(self) -> Part:
         return self.scorer.parts[0]
 
-    def run(self, problems: Sequence[Problem]) -> None:
+    def run(self) -> None:
         """Score all answers to all rows one by one, some in a group, and one without columns."""
+        problems = self.rows
         for number, problem in enumerate(problems):
             next_problem = problems[(number + 1) % len(problems)]
             # With a single row there is no other reference to serve as a wrong answer.
@@ -180,7 +177,7 @@ class RewardCheck:
         if isinstance(outcome, Exception):
             self.failed_rows[kind] += 1
             self.failures[kind] = shorten(f"{type(outcome).__name__}: {outcome}", 200)
-            self.problems.setdefault(self.failures[kind], []).append(kind)
+            self.add_problem(self.failures[kind], kind)
         else:
             value = outcome.value
             if outcome.correct is not None or value is not None:
@@ -201,9 +198,9 @@ class RewardCheck:
             if isinstance(outcome, Exception):
                 if kind not in self.failures:
                     reason = f"{type(outcome).__name__}: {outcome}"
-                    self.problems.setdefault(
-                        f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", []
-                    ).append(kind)
+                    self.add_problem(
+                        f"in a group of {len(kinds)} answers: {shorten(reason, 200)}", kind
+                    )
             # The wrong answer was another row's before, so its score may differ.
             elif kind not in self.failures and kind != WRONG and outcome.value != score_alone:
                 self.notes.append(
@@ -253,7 +250,7 @@ class RewardCheck:
             highest = max(by_row.values())
             if kind in NO_ANSWERS and highest >= right:
                 problem = f"it pays {highest:g} for what is no answer, as for a right one"
-                self.problems.setdefault(problem, []).append(kind)
+                self.add_problem(problem, kind)
             else:
                 self.notes.append(
                     f"it pays {highest:g} for {kind!r}, and {right:g} for a right answer: a policy "
@@ -277,43 +274,49 @@ class RewardCheck:
         values = [value for value in self.paid.get(kind, ()) if value is not None]
         return sum(values) / len(values) if values else -math.inf
 
-    def report(self, rows: Sequence[Problem]) -> Iterator[str]:
-        """Yield the lines of the report: the table of scores, the findings, and the verdict."""
+    def figures(self) -> Iterator[Finding]:
+        yield from map(self._seen, self._table())
+        yield self._seen(f"slowest answer: {self.seconds[0]:.2g} s ({self.seconds[1]})")
+        if self.unread_forms:
+            yield self._seen(
+                f"it pays less for {', '.join(map(repr, self.unread_forms))}: ask for the form that "
+                "it reads in data.prompt_suffix"
+            )
+        for note in dict.fromkeys(self._warnings()):
+            yield self._seen(note, "warn")
+
+    def _table(self) -> Iterator[str]:
+        """Yield the lines of the table of scores."""
         width = max(map(len, self.paid))
-        is_short = len(rows) <= TABLE_ROWS
+        is_short = len(self.rows) <= TABLE_ROWS
         head = (
-            f"paid for {', '.join(problem.id for problem in rows)}"
+            f"paid for {', '.join(problem.id for problem in self.rows)}"
             if is_short
-            else f"{'mean':>6} {'least':>6} {'most':>6}  paid for {len(rows)} rows"
+            else f"{'mean':>6} {'least':>6} {'most':>6}  paid for {len(self.rows)} rows"
         )
         yield f"{'answer':<{width}}  {head}"
         for kind, values in self.paid.items():
             reason = f"  {self.failures[kind]}" if kind in self.failures else ""
             cells = " ".join(f"{_number(value):>6}" for value in _cells(values, is_short))
             yield f"{kind:<{width}}  {cells}{reason}".rstrip()
-        yield f"slowest answer: {self.seconds[0]:.2g} s ({self.seconds[1]})"
+
+    def _warnings(self) -> Iterator[str]:
+        """Yield what is worth a look."""
         if self.seconds[0] > SLOW_S:
-            yield f"LOOK: an answer took over {SLOW_S:g} s; a step of training waits for its slowest answer"
-        if self.unread_forms:
-            yield (
-                f"it pays less for {', '.join(map(repr, self.unread_forms))}: ask for the form that "
-                "it reads in data.prompt_suffix"
-            )
-        for note in dict.fromkeys(self.notes):
-            yield f"LOOK: {note}"
-        for problem, kinds in self.problems.items():
-            repeats = f", and {len(kinds) - 1} more" if len(kinds) > 1 else ""
-            yield f"BROKEN: {problem} [{kinds[0]}{repeats}]"
-        count = sum(value is not None for values in self.paid.values() for value in values)
-        if any("is no column of the row" in problem for problem in self.problems):
-            yield "LOOK: it reads columns that these rows lack; give rows that have them with --data FILE"
+            yield f"an answer took over {SLOW_S:g} s; a step of training waits for its slowest answer"
+        yield from self.notes
+        if any("is no column of the row" in problem for problem, _ in self.problems.values()):
+            yield "it reads columns that these rows lack; give rows that have them with --data FILE"
+
+    def verdict(self) -> str:
         if self.problems:
-            yield f"{self.name} breaks the contract in {len(self.problems)} ways"
-            return
+            return super().verdict()
+        count = sum(value is not None for values in self.paid.values() for value in values)
         right = max(self._mean(kind) for kind in RIGHT_FORMS)
-        wrong = self._mean(WRONG)
-        tried = f"{count} answers to {len(rows)} rows"
-        yield f"{self.name} holds the contract: {tried}, a right one is paid {right:g}, a wrong one {wrong:g}"
+        return (
+            f"{super().verdict()}: {count} answers to {len(self.rows)} rows, a right one is paid "
+            f"{right:g}, a wrong one {self._mean(WRONG):g}"
+        )
 
 
 def answers_to(problem: Problem, other_reference: str) -> dict[str, str]:
@@ -372,9 +375,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     if not rows:
         raise ConfigError(f"--data: {arguments.data} has no row with an answer")
-    check = RewardCheck(name, scorer, arguments.time_limit)
+    check = RewardCheck(name=name, file="", scorer=scorer, rows=rows)
     try:
-        check.run(rows)
+        check.run()
     finally:
         scorer.close()
     if bounds != (1.0, 0.0):
@@ -386,8 +389,7 @@ def main(arguments: argparse.Namespace) -> int:
         check.notes.append(
             "it looks at the form or the length only: name a grader before it in reward.functions"
         )
-    print("\n".join(check.report(rows)))
-    return 1 if check.problems else 0
+    return check.report(arguments.json)
 
 
 def rows_of(

@@ -30,7 +30,7 @@ from rlinf_vl.tools.check.agents.observed import (
     ObservedEndpoint,
 )
 from rlinf_vl.tools.check.agents.scripted_policy import ScriptedEngine, scripted_processor
-from rlinf_vl.tools.check.findings import Findings, unpaid_lines
+from rlinf_vl.tools.check.findings import ContractCheck, Finding, unpaid_lines
 from rlinf_vl.tools.check.policies import policies_for
 from rlinf_vl.types import ENVIRONMENT_FAULT, Problem, Request, SamplingParams, Trajectory
 
@@ -73,7 +73,7 @@ class Episode:
 
 
 @dataclass(kw_only=True)
-class AgentCheck(Findings):
+class AgentCheck(ContractCheck):
     """The check of one agent.
 
     Attributes:
@@ -298,8 +298,10 @@ class AgentCheck(Findings):
         elif several and not any(values["agent/resumed_share"] for values in metrics):
             self.notes.append("no call continues an earlier one: each is a conversation by itself")
 
-    def report(self) -> Iterator[str]:
-        """Yield the lines of the report."""
+    def figures(self) -> Iterator[Finding]:
+        yield from map(self._seen, self._lines())
+
+    def _lines(self) -> Iterator[str]:
         # Figures of those that ended well only: the others are told as problems.
         ended = [e for e in self.episodes if e.trajectory.error is None]
         calls = [episode.calls for episode in ended]
@@ -342,7 +344,6 @@ class AgentCheck(Findings):
             yield f"slowest trajectory: {slowest.duration_s:.2g} s with {slowest.kind}"
         if not ended:
             yield "no trajectory has ended well; if it is made for rows of a data set, give some with --data FILE"
-        yield from self.problem_lines()
 
     def _images(self, episodes: Sequence[Episode]) -> str:
         """Return the number of images of each trajectory and their sizes."""

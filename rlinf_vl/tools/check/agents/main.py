@@ -73,16 +73,14 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     # The one loop of all agents, as in a worker.
     asyncio.run(check.play(problems, scripts))
-    print("\n".join(check.report()))
-    print(check.verdict(name))
-    return 1 if check.problems else 0
+    return check.report(arguments.json)
 
 
 def _check_of(name: str, limit_s: float) -> AgentCheck:
     """Return the check of an agent's function or command. Raises CodeError: there is none."""
     if not is_code(name) or " " in name:
         driver = CommandDriver(shlex.split(name), limit_s, AgentConfig().memory_gb)
-        return AgentCheck(file="", driver=driver)
+        return AgentCheck(name=name, file="", driver=driver)
     # In this process, as with `cluster.backend: local`: its errors keep their lines.
     executor = ThreadExecutor(limit_s)
     driver = FunctionDriver(name, {}, executor)
@@ -90,4 +88,4 @@ def _check_of(name: str, limit_s: float) -> AgentCheck:
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     # Any other function has a thread of its own, which it may keep.
     watch = LoopWatch(executor, file) if inspect.iscoroutinefunction(function) else None
-    return AgentCheck(file=file, driver=driver, watch=watch)
+    return AgentCheck(name=name, file=file, driver=driver, watch=watch)
