@@ -146,8 +146,8 @@ def read() -> dict[str, Any]:
 HEAD = """\
 ## Activations: kept or recomputed
 
-Backward needs the activations of forward. `actor.fsdp_config.gradient_checkpointing` says which of them a block keeps; the
-others are computed a second time. `python docs/generate_kept_activations.py` measures what follows.
+`actor.fsdp_config.gradient_checkpointing` says which activations a block keeps for backward; the others are computed a second time.
+`python docs/generate_kept_activations.py` measures what follows.
 
 | value | kept of each block | recomputed |
 |---|---|---|
@@ -157,38 +157,26 @@ others are computed a second time. `python docs/generate_kept_activations.py` me
 | `full`, `true` | its input | the block, but for the MLP's last product |
 | `auto` (the default) | | the first of these with which training leaves a twentieth of the memory free |
 
-A kept product saves FLOPs per byte in proportion to the width of its input, so the layers of a block are about equally dear. Two
-kinds are not kept: adapters' second factors, whose input is their rank, and the MLP's last product, whose result backward doesn't
-need. In a mixture the choice of experts is kept in every mode: tokens go to the same experts in both forwards, also with
-replayed routing. Loss and gradients are the same in all modes, to the bit on a CPU.
+Adapters' second factors and the MLP's last product, whose result backward doesn't need, are not kept. In a mixture tokens go to the
+same experts in both forwards. Loss and gradients are the same in all modes.
 
-`auto` asks the memory ledger once the run has its GPUs: `none` if the training phase leaves a twentieth of the memory free
-(activations are an estimate), else `selective`, `mlp`, `full`. Then `actor.fsdp_config.reshard_after_forward: auto` keeps
-weights gathered if that fits, too. Recomputation costs more than gathering again, which runs beside the products.
-`preflight` shows both choices; a run writes them into its log and its config.yaml. On a CPU `auto` is `none`, and weights
-are resharded: what a CPU trains is small, but every rank's whole weights would be copies in one host's memory. A run without
-Ray has no ledger; on a GPU it recomputes all.
+`auto` asks the memory ledger once the run has its GPUs. Then `actor.fsdp_config.reshard_after_forward: auto` keeps weights gathered
+if that fits, too. `preflight` shows both choices; a run writes them into its log and its config.yaml. On a CPU `auto` is `none`, and
+weights are resharded. A run without Ray has no ledger; on a GPU it recomputes all.
 
-CPU seconds of a forward and backward of two layers of the 2B shape (384 tokens, float32, the code that a GPU runs, one core):
-`none` 3.11, `selective` 3.29 (1.06 ×), `mlp` 3.76 (1.21 ×), `full` 3.97 (1.28 ×).
+Forward and backward of two layers of the 2B shape take, on one core, 1.06 times as long with `selective` as with `none`, 1.21 times
+with `mlp`, 1.28 times with `full`.
 
 ### Bytes and FLOPs
 
-Traced with the kernels of CUDA, in bfloat16, rows of 3,072 tokens: kilobytes kept for a token and layer, and the FLOPs that are
-recomputed, as a share of the layer's forward. A backward takes two forwards, so 75 % recomputed are a quarter of training.
+Traced with CUDA's kernels in bfloat16: kilobytes kept for a token and layer, and the FLOPs that are recomputed, as a share of the
+layer's forward. 75 % recomputed are a quarter of training.
 """
 OFFLOAD = """
-Block inputs are not offloaded to host memory. It would hide behind a forward: of a token and layer of the 2B, 4.1 kB take 0.16 µs
-at 25 GB/s of PCIe, and 105 MFLOP 0.26 µs at 400 TFLOP/s. But with `full` it would free 1.8 GiB of 16,384 tokens, where the head
-alone needs more. It pays for long rows of large models: 85 GB for 131,072 tokens of the 32B. `actor.context_parallel_size` divides
-those, too.
+Block inputs are not offloaded to host memory; for long rows, where they are large, `actor.context_parallel_size` divides them.
 """
-FAMILY_HEAD = """
-### By family and version of transformers
-
-Bytes kept for a token and layer of tiny members in bfloat16, with a CPU's kernels, and how often a block's forward runs. They
-are counted on real tensors; the trace on the meta device that the ledger uses gives the same numbers. A version that
-bypasses checkpointing fails the test that compares them.
+VERSIONS_TEXT = """
+Counts on real tensors agree with such traces for every family, with transformers {}.
 """
 
 
@@ -202,24 +190,8 @@ def render() -> str:
             f"{shape['kilobytes'][mode]:g} kB, {shape['recomputed'][mode]:.0%}" for mode in MODES
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    versions = found["versions"]
-    lines += [
-        OFFLOAD,
-        FAMILY_HEAD,
-        f"Measured with transformers {', '.join(versions)}; a cell has one value if all agree.",
-        "",
-        *ruler,
-    ]
-    for name in FAMILIES:
-        cells = []
-        for mode in MODES:
-            by_version = [versions[version][name][mode] for version in versions]
-            texts = dict.fromkeys(
-                f"{cell['bytes']:g} B, {cell['forwards']:g} ×" for cell in by_version
-            )
-            cells.append("; ".join(texts))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    text = VERSIONS_TEXT.format(", ".join(found["versions"]))
+    return "\n".join([*lines, OFFLOAD.rstrip("\n"), text.rstrip("\n")]) + "\n"
 
 
 if __name__ == "__main__":
