@@ -53,8 +53,8 @@ their experts (those of GLM-4.5V are refused, as peft renames them), and preflig
 `router_aux_loss_coef` and expert parallelism need layers of this project's own.
 
 Each row is a certificate of `rlinf-vl prove-family`: the largest of each path's figures, which are those of the
-[table below](#what-is-compared) ([all of them](../rlinf_vl/models/certificates)). A run of a model type without a
-certificate begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
+[table below](#what-is-compared); all are in [`rlinf_vl/models/certificates/`](../rlinf_vl/models/certificates/). A run of a model
+type without a certificate begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
 
 CERTIFICATES
 ## Prove a family
