@@ -174,15 +174,14 @@ class SimulatedPool:
         return self._supervisor.submit(tasks, tasks, lambda: None, events)
 
     def release(self, summaries=None) -> None:
-        self._supervisor.release(
-            None if summaries is None else [summary.id for summary in summaries]
-        )
+        group_ids = None if summaries is None else [summary.id for summary in summaries]
+        self._supervisor.soon(self._supervisor.groups.release, group_ids)
 
     def acknowledge(self, group_ids) -> None:
-        self._supervisor.acknowledge(group_ids)
+        self._supervisor.soon(self._supervisor.groups.acknowledge, group_ids)
 
     def cancel(self, group_ids) -> None:
-        self._supervisor.cancel(group_ids)
+        self._supervisor.soon(self._supervisor.groups.cancel, group_ids)
 
     def entries(self) -> list:
         return []

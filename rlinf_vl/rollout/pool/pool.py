@@ -176,11 +176,11 @@ class RolloutPool:
 
     def acknowledge(self, group_ids: Collection[str]) -> None:
         """Note that these groups were fetched: they are not sampled again if their worker dies."""
-        self._supervisor.acknowledge(group_ids)
+        self._supervisor.soon(self._supervisor.groups.acknowledge, group_ids)
 
     def cancel(self, group_ids: Collection[str]) -> None:
         """Stop sampling these groups. Then `results` of their submission must not be called."""
-        self._supervisor.cancel(group_ids)
+        self._supervisor.soon(self._supervisor.groups.cancel, group_ids)
 
     def replace_all(self, reason: str) -> None:
         """Replace every worker, because the calls that the old ones are running can't be ended."""
@@ -192,13 +192,12 @@ class RolloutPool:
 
         Those that are being read are freed afterwards.
         """
-        self._supervisor.release(
-            None if summaries is None else [summary.id for summary in summaries]
-        )
+        group_ids = None if summaries is None else [summary.id for summary in summaries]
+        self._supervisor.soon(self._supervisor.groups.release, group_ids)
 
     def forget_weights(self) -> None:
         """Forget the weights of the last sync: until the next one, new workers keep their own."""
-        self._supervisor.forget_weights()
+        self._supervisor.in_loop(self._supervisor.updates.forget)
 
     def replace_dead(self, occasion: str) -> None:
         """Replace live workers that are dead, or whose engine is, without waiting for the new ones.
@@ -213,7 +212,7 @@ class RolloutPool:
 
         `take_weights` continues it.
         """
-        return self._supervisor.choose_receivers()
+        return self._supervisor.in_loop(self._supervisor.updates.open)
 
     def engine_slots(self, update: WeightUpdate[WorkerHandle]) -> list[int]:
         """Return the number of each receiver's engine processes that have weights."""
@@ -241,9 +240,9 @@ class RolloutPool:
             calls.append(worker.actor.take_weights.remote(strategy, offers, version))
             return answer(calls[-1])
 
-        update = self._supervisor.begin_update(
-            take, version, snapshot_source, joinable=strategy.through_store, update=update
-        )
+        offer = self._supervisor.updates.offer
+        joinable = strategy.through_store
+        update = self._supervisor.in_loop(offer, update, take, version, snapshot_source, joinable)
         return PendingUpdate(update, calls)
 
     def settle(self, sync: PendingUpdate) -> list[float | None]:
@@ -254,7 +253,7 @@ class RolloutPool:
         Returns:
             The seconds for which each engine was being written; None for a replaced worker.
         """
-        return self._supervisor.settle(sync.update)
+        return self._supervisor.run(self._supervisor.updates.settle(sync.update)).result()
 
     def release_tags(self) -> tuple[str, ...]:
         """Return the kinds of memory that engines release while a trainer needs their GPUs.

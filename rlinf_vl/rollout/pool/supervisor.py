@@ -26,7 +26,7 @@ from rlinf_vl.rollout.episode.loop_bridge import cancel_all
 from rlinf_vl.rollout.pool.dispatch import Dispatcher
 from rlinf_vl.rollout.pool.elasticity import Elasticity
 from rlinf_vl.rollout.pool.slot import Place, Slot, SlotState, W, WorkerDied, WorkersLost
-from rlinf_vl.rollout.pool.updates import SnapshotSource, WeightUpdate, WeightUpdates
+from rlinf_vl.rollout.pool.updates import WeightUpdates
 from rlinf_vl.rollout.pool.worker_watch import WorkerWatch
 from rlinf_vl.rollout.submission import Event, Submission, Task
 
@@ -68,6 +68,8 @@ class Supervisor(Generic[W]):
     Attributes:
         replaced: the number of replacements so far.
         turnover: the number of times a worker was replaced, joined or left.
+        groups: has the open submissions, and knows which worker has which group.
+        updates: the newest weights, and the sync that is running.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Supervisor(Generic[W]):
         self.replaced = self.turnover = 0
         self._make, self._report = make, report
         self._in_thread = in_thread
-        self._dispatcher = Dispatcher[W](
+        self.groups = Dispatcher[W](
             [self.make_slot(number) for number in range(n)],
             max_running=max_running,
             max_row_faults=max_row_faults,
@@ -118,7 +120,7 @@ class Supervisor(Generic[W]):
     @property
     def slots(self) -> list[Slot[W]]:
         """The slots that share the work. One that joins is among them once it is live."""
-        return self._dispatcher.slots
+        return self.groups.slots
 
     @property
     def joining(self) -> list[Slot[W]]:
@@ -127,7 +129,23 @@ class Supervisor(Generic[W]):
 
     def start(self) -> None:
         """Wait until all workers have started. Raises a constructor's error, which is no chance."""
-        self._run(self.begin_watch()).result()
+        self.run(self.begin_watch()).result()
+
+    def soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of `groups` or `updates` in the loop, without waiting for it."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def in_loop(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a method of `groups` or `updates` in the loop, and return its result."""
+
+        async def call() -> T:
+            return function(*arguments)
+
+        return self.run(call()).result()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop; return a future of its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def submit(
         self,
@@ -139,23 +157,11 @@ class Supervisor(Generic[W]):
         """Dispatch tasks in `order`. `check` and `events`: as in `Submission`."""
 
         def close(submission: Submission) -> None:
-            self._loop.call_soon_threadsafe(self._dispatcher.close, submission)
+            self.soon(self.groups.close, submission)
 
         submission = Submission(tasks, check, close, events)
-        self._loop.call_soon_threadsafe(self._dispatcher.begin, submission, order)
+        self.soon(self.groups.begin, submission, order)
         return submission
-
-    def acknowledge(self, group_ids: Collection[str]) -> None:
-        """Call `Dispatcher.acknowledge` in the loop."""
-        self._loop.call_soon_threadsafe(self._dispatcher.acknowledge, group_ids)
-
-    def cancel(self, group_ids: Collection[str]) -> None:
-        """Call `Dispatcher.cancel` in the loop."""
-        self._loop.call_soon_threadsafe(self._dispatcher.cancel, group_ids)
-
-    def release(self, group_ids: Collection[str] | None) -> None:
-        """Call `Dispatcher.release` in the loop."""
-        self._loop.call_soon_threadsafe(self._dispatcher.release, group_ids)
 
     def call(self, number: int, occasion: str, method: str, *arguments: Any) -> Future:
         """Call a method of a slot's worker, or of its replacement if the worker dies.
@@ -175,7 +181,7 @@ class Supervisor(Generic[W]):
                 except WorkerDied as death:
                     self.lose(slot, worker, occasion, str(death))
 
-        return self._run(call(next((slot for slot in self.slots if slot.number == number), None)))
+        return self.run(call(next((slot for slot in self.slots if slot.number == number), None)))
 
     def probe(self, occasion: str) -> None:
         """Check every live worker, and replace those that are dead without waiting for that."""
@@ -189,47 +195,7 @@ class Supervisor(Generic[W]):
         async def probe_all() -> None:
             await asyncio.gather(*(probe(slot, slot.worker) for slot in self.slots if slot.live))
 
-        self._run(probe_all()).result()
-
-    def choose_receivers(self) -> WeightUpdate[W]:
-        """Begin a weight sync whose strategy must know its receivers before weights are offered.
-
-        No worker becomes live before the sync ends.
-        """
-        return self._run_in_loop(self.updates.open)
-
-    def begin_update(
-        self,
-        take: Callable[[W], Awaitable[Any]],
-        version: int,
-        snapshot_source: SnapshotSource,
-        *,
-        joinable: bool,
-        update: WeightUpdate[W] | None = None,
-    ) -> WeightUpdate[W]:
-        """Make workers take weights that the ranks offer or will offer.
-
-        Args:
-            take: makes a worker take them.
-            snapshot_source: returns the same weights for a worker that starts.
-            joinable: whether a worker that becomes live meanwhile may take them, too.
-            update: the sync whose receivers were chosen before; None: all live workers take part.
-        """
-
-        def begin() -> WeightUpdate[W]:
-            opened_update = update or self.updates.open()
-            self.updates.offer(opened_update, take, version, snapshot_source, joinable)
-            return opened_update
-
-        return self._run_in_loop(begin)
-
-    def settle(self, update: WeightUpdate[W]) -> list[Any]:
-        """Call `WeightUpdates.settle` in the loop, and wait for it."""
-        return self._run(self.updates.settle(update)).result()
-
-    def forget_weights(self) -> None:
-        """Call `WeightUpdates.forget` in the loop, and wait for it."""
-        self._run_in_loop(self.updates.forget)
+        self.run(probe_all()).result()
 
     def replace_all(self) -> None:
         """Replace every worker, whatever it is doing, and wait until the new ones are live."""
@@ -242,11 +208,11 @@ class Supervisor(Generic[W]):
                 return
             if slot.state is not SlotState.LOST:
                 slot.move(SlotState.LOST)
-            self._dispatcher.requeue(slot)
+            self.groups.requeue(slot)
             slot.starter = self.spawn(self._recover(slot))
             await self._until_live(slot)
 
-        for future in [self._run(replace(slot)) for slot in self.slots]:
+        for future in [self.run(replace(slot)) for slot in self.slots]:
             future.result()
 
     def stop(self) -> None:
@@ -260,19 +226,10 @@ class Supervisor(Generic[W]):
             self._loop.call_soon(self._loop.stop)
 
         if self._thread is None or self._thread.is_alive():
-            self._run(stop())
+            self.run(stop())
         # Who stops it ends Ray next, and a worker made after that would start Ray again.
         if self._thread is not None:
             self._thread.join(STOP_S)
-
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _run_in_loop(self, function: Callable[[], T]) -> T:
-        async def run() -> T:
-            return function()
-
-        return self._run(run()).result()
 
     # --- the states of slots ----------------------------------------------------------------------
 
@@ -293,7 +250,7 @@ class Supervisor(Generic[W]):
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("the supervisor of the rollout workers failed", exc_info=error)
-                self._dispatcher.close_all(error)
+                self.groups.close_all(error)
 
         task.add_done_callback(end)
         return task
@@ -337,7 +294,7 @@ class Supervisor(Generic[W]):
         if slot.worker is not worker or not slot.live:
             return
         slot.move(SlotState.LOST)
-        n_groups = self._dispatcher.requeue(slot)
+        n_groups = self.groups.requeue(slot)
         if n_groups:
             occasion = f"and its {n_groups} groups are sent again"
         slot.starter = self.spawn(self._recover(slot, occasion, reason))
@@ -426,7 +383,7 @@ class Supervisor(Generic[W]):
                 # The user needs the constructor's error alone, without this traceback.
                 raise death.__cause__ or death from None
             return slot.hang or str(death)
-        self._dispatcher.fill(slot)
+        self.groups.fill(slot)
         return None
 
     async def _until_ready(self, slot: Slot[W], seconds: float) -> None:
@@ -459,7 +416,7 @@ class Supervisor(Generic[W]):
     def fail(self, slot: Slot[W], error: Exception) -> None:
         """Raise an error where this slot, or groups, are waited for."""
         slot.fail(error)
-        self._dispatcher.close_all(error)
+        self.groups.close_all(error)
 
     def _give_up(self, slot: Slot[W], error: Exception) -> None:
         """Leave a slot without a worker, because none can be started, until it next gets work."""
@@ -478,7 +435,7 @@ class Supervisor(Generic[W]):
     def admit(self, slot: Slot[W]) -> None:
         """Give a slot that has joined, and is live, a share of the work."""
         self.turnover += 1
-        self._dispatcher.add(slot)
+        self.groups.add(slot)
 
     def _leave(self, slot: Slot[W], reason: str) -> None:
         """Remove a slot for good; others do its work."""
@@ -490,7 +447,7 @@ class Supervisor(Generic[W]):
             "joins next",
             "worker_left",
         )
-        self._dispatcher.remove(slot)
+        self.groups.remove(slot)
         self._kill(slot)
 
     # --- watching ---------------------------------------------------------------------------------

@@ -95,26 +95,36 @@ class WeightUpdates(Generic[W]):
     # --- a sync -----------------------------------------------------------------------------------
 
     def open(self) -> WeightUpdate[W]:
-        """Begin a sync with the slots that are live now."""
+        """Begin a sync with the slots that are live now. None becomes live before it ends."""
         receivers = [Receiver(slot, slot.worker) for slot in self._keeper.slots if slot.live]
         self.update = WeightUpdate(receivers, base=self.newest)
         return self.update
 
     def offer(
         self,
-        update: WeightUpdate[W],
+        update: WeightUpdate[W] | None,
         take: Callable[[W], Awaitable[Any]],
         version: int,
         snapshot_source: SnapshotSource,
         joinable: bool,
-    ) -> None:
-        """Make the receivers of a sync take its weights, which the ranks offer or will offer."""
+    ) -> WeightUpdate[W]:
+        """Make the receivers of a sync take its weights, which the ranks offer or will offer.
+
+        Args:
+            update: the sync, if `open` has begun one, whose strategy must know its receivers before
+                weights are offered; None: all live workers take part.
+            take: makes a worker take the weights.
+            snapshot_source: returns the same weights, or newer ones, for a worker that starts.
+            joinable: whether a worker that becomes live meanwhile may take them, too.
+        """
+        update = update or self.open()
         self._snapshot_source, self._fetching = snapshot_source, None
         self.newest = WeightsKey(self._origin, version)
         update.key, update.take, update.joinable = self.newest, take, joinable
         for slot, worker in update.receivers:
             self._begin_take(update, slot, worker)
         self._announce()
+        return update
 
     async def settle(self, update: WeightUpdate[W]) -> list[Any]:
         """Wait until all receivers have the weights, which exist by now; end the sync.

@@ -376,9 +376,10 @@ class Membership:
         arguments = "take", sync.kind, sync.base, self.version, receivers
 
         async def offer():
-            sync.update = update or updates.open()
             take = lambda worker: worker.call(*arguments)  # noqa: E731
-            updates.offer(sync.update, take, self.version, self.snapshot, receivers is None)
+            sync.update = updates.offer(
+                update, take, self.version, self.snapshot, receivers is None
+            )
 
         self.loop.run_until_complete(offer())
         self.loop.drain()
@@ -437,7 +438,7 @@ class Membership:
         n = draw.randint(1, 3)
         ledger = draw.choice(self.ledgers)
         names = sorted(ledger.submission.group_ids - ledger.arrived)[:n]
-        self.supervisor.cancel(names)
+        self.supervisor.soon(self.supervisor.groups.cancel, names)
         ledger.cancelled.update(names)
         ledger.acknowledged -= set(names)
         self.loop.drain()
@@ -452,7 +453,8 @@ class Membership:
         release = draw.random() < 0.3
         ledger = draw.choice(self.ledgers)
         names = sorted(ledger.arrived)[: draw.randint(1, 3)]
-        (self.supervisor.release if release else self.supervisor.acknowledge)(names)
+        groups = self.supervisor.groups
+        self.supervisor.soon(groups.release if release else groups.acknowledge, names)
         ledger.acknowledged.update(names)
         self.loop.drain()
 
@@ -519,7 +521,7 @@ class Membership:
 
     def holds_of_work(self):
         """Each task that is open is in one place, and none waits where a live worker has room."""
-        dispatcher = self.supervisor._dispatcher
+        dispatcher = self.supervisor.groups
         places = [entry for slot in dispatcher.slots for entry in slot.queue] + dispatcher._unshared
         queued = [(submission, task.group_id) for submission, task in places]
         sent = [key for slot in dispatcher.slots for key in slot.answering]
@@ -584,7 +586,7 @@ class Membership:
     def all_is_well(self):
         assert self.ledgers[-1].error is None and len(self.ledgers[-1].arrived) == 5
         for ledger in self.ledgers:
-            self.supervisor.release(ledger.arrived)
+            self.supervisor.soon(self.supervisor.groups.release, ledger.arrived)
         for _ in range(3):
             self.heal()
         assert all(call.done() for call in self.calls)

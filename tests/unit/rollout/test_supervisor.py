@@ -46,16 +46,24 @@ class Fleet:
 
     def begin(self, version, buckets=(), *, joinable=True, update=None, snapshot=None):
         """Begin a sync, which a `settle` ends."""
-        return self.supervisor.begin_update(
+        return self.supervisor.in_loop(
+            self.supervisor.updates.offer,
+            update,
             lambda worker: worker.call("take_weights", version),
             version,
             snapshot or (lambda: Snapshot(version, list(buckets))),
-            joinable=joinable,
-            update=update,
+            joinable,
         )
 
+    def settle(self, update):
+        return self.supervisor.run(self.supervisor.updates.settle(update)).result()
+
+    def soon(self, method, group_ids):
+        """Call a method of the dispatcher."""
+        self.supervisor.soon(getattr(self.supervisor.groups, method), group_ids)
+
     def sync(self, version, buckets=(), **options):
-        return self.supervisor.settle(self.begin(version, buckets, **options))
+        return self.settle(self.begin(version, buckets, **options))
 
     def states(self):
         return [slot.state for slot in self.supervisor.slots]
@@ -390,7 +398,7 @@ def test_an_error_in_the_replacing_reaches_whoever_waits():
     fleet.sync(1, snapshot=gone)
     with pytest.raises(OSError, match="the ranks are dead"):
         fleet.submit(tasks(4)).results()
-    fleet.supervisor.forget_weights()
+    fleet.supervisor.in_loop(fleet.supervisor.updates.forget)
     assert len(fleet.submit(tasks(4)).results()) == 4
 
 
@@ -473,7 +481,9 @@ def test_a_worker_that_joins_gets_the_current_weights_and_then_work(max_running)
     )
     first = fleet.submit(tasks(12, "a"))
     until(lambda: fleet.workers[0].batches and fleet.workers[1].batches)
-    chosen = fleet.supervisor.choose_receivers()  # of a sync whose members must know each other
+    chosen = fleet.supervisor.in_loop(
+        fleet.supervisor.updates.open
+    )  # of a sync whose members must know each other
     fleet.coming.append(2)
     until(lambda: len(fleet.workers) == 3)
     time.sleep(0.1)
@@ -551,7 +561,7 @@ def test_a_worker_that_is_ready_while_the_next_sync_waits_for_its_weights_takes_
     fleet.workers[2].take = "later"
     until(lambda: fleet.states() == [SlotState.LIVE] * 2)
     assert len(submission.results()) == 4
-    settled = threading.Thread(target=fleet.supervisor.settle, args=[update])
+    settled = threading.Thread(target=fleet.settle, args=[update])
     settled.start()
     fleet.workers[0].take = None
     time.sleep(0.05)
@@ -722,7 +732,7 @@ def test_groups_that_are_cancelled_are_not_answered_and_the_others_are(max_runni
     submission = fleet.submit(tasks(4))
     until(lambda: fleet.workers[0].batches)
     # The first is being answered, the last may not have been sent.
-    fleet.supervisor.cancel(["g0", "g3"])
+    fleet.soon("cancel", ["g0", "g3"])
     until(lambda: "g0" in fleet.workers[0].cancelled)
     fleet.workers[0].answer()
     assert [summary.id for summary, _ in submission] == ["g1", "g2"]
@@ -732,13 +742,13 @@ def test_groups_that_are_cancelled_are_not_answered_and_the_others_are(max_runni
 
 def test_a_group_that_is_cancelled_before_its_worker_hears_of_it_is_not_sent(monkeypatch):
     fleet = Fleet(n=1, worker0={"manual": True})
-    begin = fleet.supervisor._dispatcher.begin
+    begin = fleet.supervisor.groups.begin
 
     def begin_and_cancel(submission, order):
         begin(submission, order)
-        fleet.supervisor._dispatcher.cancel(["g1"])
+        fleet.supervisor.groups.cancel(["g1"])
 
-    monkeypatch.setattr(fleet.supervisor._dispatcher, "begin", begin_and_cancel)
+    monkeypatch.setattr(fleet.supervisor.groups, "begin", begin_and_cancel)
     submission = fleet.submit(tasks(3))
     fleet.workers[0].answer()
     assert [summary.id for summary, _ in submission] == ["g0", "g2"]
@@ -751,8 +761,8 @@ def test_acknowledged_groups_of_a_dying_worker_are_not_sampled_again():
     until(lambda: fleet.workers[0].batches)
     fleet.workers[0].answer(3)
     until(lambda: len(submission.arrived) == 3)
-    fleet.supervisor.acknowledge(["g0"])  # ranks have it
-    fleet.supervisor.release(["g2"])
+    fleet.soon("acknowledge", ["g0"])  # ranks have it
+    fleet.soon("release", ["g2"])
     until(lambda: fleet.workers[0].released == [["g2"]])
     fleet.workers[0].dead = True
     assert [group for _, group in submission] == [
@@ -768,7 +778,7 @@ def test_acknowledged_groups_of_a_dying_worker_are_not_sampled_again():
 def test_groups_are_released_by_the_worker_that_has_them():
     fleet = Fleet(n=4)
     results = fleet.submit(tasks(8)).results()
-    fleet.supervisor.release([summary.id for summary, _ in results[:6]])
+    fleet.soon("release", [summary.id for summary, _ in results[:6]])
     until(lambda: sum(len(worker.released) for worker in fleet.workers) == 3)
     assert [worker.released for worker in fleet.workers] == [
         [["g0", "g1"]],
@@ -776,7 +786,7 @@ def test_groups_are_released_by_the_worker_that_has_them():
         [["g4", "g5"]],
         [],
     ]
-    fleet.supervisor.release(None)
+    fleet.soon("release", None)
     until(lambda: all(worker.released[-1:] == [None] for worker in fleet.workers))
 
 
@@ -789,7 +799,7 @@ def until(condition, seconds=10.0):
 
 def test_no_worker_is_made_once_the_supervisor_has_stopped():
     fleet = Fleet(2, start=False, worker0={"ready": "never"}, worker1={"ready": "never"})
-    fleet.supervisor._run(fleet.supervisor.begin_watch())
+    fleet.supervisor.run(fleet.supervisor.begin_watch())
     time.sleep(0.05)
     assert fleet.states() == [SlotState.STARTING] * 2
     fleet.supervisor.stop()
