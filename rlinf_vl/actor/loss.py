@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rlinf_vl.actor.rejection import reject
-from rlinf_vl.actor.terms import Passes, extra_terms, guided_advantages
+from rlinf_vl.actor.terms import Passes, guided_advantages, loss_terms
 from rlinf_vl.algorithms import (
     aggregate,
     divergence,
@@ -68,7 +68,7 @@ def micro_batch_loss(
         start_logprobs: float32 [R], detached, of the weights before the first optimizer step. None:
             no forward was made with them, because `algorithm.old_policy` and `algorithm.rejection`
             need none (`needs_start`); then nothing is compared with the engine.
-        passes: results of the other forwards over the same tokens, for `extra_terms`.
+        passes: results of the other forwards over the same tokens, for `loss_terms`.
         denominator: the mini-batch's, a count over all its micro-batches and ranks.
         loss_code: the function that `algorithm.loss_type` names where that is code.
         version: of the weights before the first optimizer step.
@@ -115,7 +115,7 @@ def micro_batch_loss(
     )
     per_token, stats = _policy_loss(inputs, algorithm.loss_type, loss_code)
     # Terms of weight 0 are reported only.
-    for name, weight, values in extra_terms(logprobs, entropy, passes, algorithm):
+    for name, weight, values in loss_terms(logprobs, entropy, passes, algorithm):
         per_token = per_token + weight * values if weight else per_token
         sums.add(name, values.detach().sum(), n_tokens)
     assert algorithm.loss_agg_func is not None

@@ -27,7 +27,9 @@ from rlinf_vl.actor.loss import micro_batch_loss, needs_start
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
-from rlinf_vl.actor.passes import AuxiliaryForwards, Teacher, reference_logprobs
+from rlinf_vl.actor.terms.forwards import Forwards
+from rlinf_vl.actor.terms.reference import reference_logprobs
+from rlinf_vl.actor.terms.teacher import Teacher
 from rlinf_vl.algorithms import divergence
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 from rlinf_vl.models.loading import DTYPES, part_of
@@ -121,13 +123,13 @@ class Trainer:
         self.optimizer = make_optimizer(self.policy, actor.optim)
         self.writer: checkpoint.CheckpointWriter | None = None  # from the first checkpoint on
         self.scheduler = self._schedule(done=0)
-        self.forwards = AuxiliaryForwards(
+        self.forwards = Forwards(
             self.policy,
             self.reference if algorithm.kl_placement == "loss" else None,
             [self._load_teacher(source) for source in teachers],
             algorithm,
         )
-        frozen = [teacher.model for teacher in self.forwards.teachers]
+        frozen = self.forwards.teachers.models
         if self.reference is not None and self.reference is not self.policy:
             frozen.insert(0, self.reference)
         self.memory = Offload(self.policy, self.optimizer, frozen, mesh.device)
@@ -224,14 +226,14 @@ class Trainer:
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
-            forwards = self.forwards.inputs(self.batches, mini, groups, advantages)
-            for i, inputs in enumerate(forwards):
+            all_inputs = self.forwards.inputs(self.batches, mini, groups, advantages)
+            for i, inputs in enumerate(all_inputs):
                 batch, _ = inputs.policy
                 if reference_pass is not None and kl_scale:
                     batch = reference_pass.penalized(batch, m, i, kl_scale)
                 is_last = i == len(mini.micro_batches) - 1
                 reduce_in_backward(self.policy, not gathers_once or is_last)
-                logprobs, entropy, passes = inputs.run(i, load, balance)
+                logprobs, entropy, passes = self.forwards.run(inputs, i, load, balance)
                 # In the first mini-batch the weights are still those of the start, so the forward's
                 # own logprobs are the old ones.
                 start = (

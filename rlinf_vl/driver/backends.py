@@ -1,4 +1,4 @@
-"""Where the parts of a run are: on Ray, or in this process."""
+"""Opens the parts of a run where the config says: on Ray, or in this process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a run is made of, on Ray or in this process: a log, engines, ranks and the weight sync between
+"""The parts of a run, on Ray or in this process: a log, engines, ranks, and the weight sync between
 them.
 
 Training, imitation, evaluations, smoke runs, replays and warm starts are functions of `Parts`:
@@ -98,7 +98,7 @@ class Parts(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What was started, for people."""
+        """The engines and ranks that were started, for people."""
 
     @abstractmethod
     def start_pool(self, config: Config | None = None) -> Any:
