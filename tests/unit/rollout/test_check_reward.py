@@ -154,3 +154,18 @@ def test_rows_are_spread_over_the_file_and_its_small_columns(check, tmp_path: Pa
     )
     assert "a right answer is paid no better than a wrong one in 7 of 32 rows, rows:" in text
     assert "for 5 rows" in check("exact", *words, "--rows", "5")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "passed"),
+    [("exact", True), pytest.param("pays_nothing", False, marks=pytest.mark.slow)],
+)
+def test_findings_are_written_as_json(check, tmp_path, name, passed):
+    file = tmp_path / "found.json"
+    code, text = check(name, "--json", str(file))
+    written = json.loads(file.read_text())
+    assert code == 1 - passed and written["passed"] is passed
+    assert written["verdict"] == text.splitlines()[-1]
+    failures = [each["text"] for each in written["findings"] if each["status"] == "fail"]
+    assert bool(failures) is not passed
+    assert all(f"BROKEN: {failure}" in text for failure in failures)
