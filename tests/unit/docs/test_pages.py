@@ -369,12 +369,9 @@ def test_every_symptom_has_its_parts():
     assert len(sections) >= 33
     for section in sections:
         entry = section.split("\n## ")[0]
-        assert re.findall(r"^- \*\*([A-Z][a-z ]+):\*\*", entry, re.M) == [
-            "Shows as",
-            "Cause",
-            "Way out",
-            "Here",
-        ], entry
+        parts = re.findall(r"^- \*\*([A-Z][a-z ]+):\*\*", entry, re.M)
+        assert parts[:3] == ["Shows as", "Cause", "Way out"], entry
+        assert parts[3:] in ([], ["Here"]), entry
 
 
 @pytest.mark.slow
