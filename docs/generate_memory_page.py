@@ -105,10 +105,11 @@ LARGER = (
 )
 
 
-LAYOUTS_HEAD = """
-### Other layouts and models
+LAYOUTS_HEAD = f"""
+## preflight of some layouts and models
 
-The fullest GPU of each kind, in GiB and by phase; the KV cache in tokens and in responses of the longest; and what `auto` chose.
+`rlinf-vl preflight` on `{FLAGSHIP}`, where no other config is named: the fullest GPU of each kind, in GiB and by phase; the KV cache
+in tokens and in responses of the longest; and what `auto` chose.
 
 | | fits | fullest GPU | KV tokens | responses | `max_tokens_per_mbs` | checkpointing | reshard |
 |---|---|---|---:|---:|---:|---|---|
@@ -237,21 +238,19 @@ def render_page() -> str:
     """Return the whole page."""
     config, model = parse_config(FLAGSHIP), Model(parse_config(FLAGSHIP))
     assert config.rollout.model.model_path.startswith("Qwen/")
-    printed, rows, advices = "", "", ""
+    rows, advices = "", ""
     for title, (hardware, overrides) in PREFLIGHT.items():
         shown = "".join(f" `{text}`" for text in overrides)
         changed = parse_config(FLAGSHIP, overrides)
         text = said(
             ledger(changed, hardware, Model(changed) if changed.actor.model.is_lora else model)
         )
-        printed = printed or text
         rows += summary_row(f"{title}{shown and ','}{shown}", text)
         advices += "".join(re.findall(r"^- advice: .*\n", text, re.M))
     large_rows = (summary_row(f"{title}, {layout(text)}", text) for title, text in large().items())
     parts = [
         HEAD,
         sizes_table(),
-        f"\n## preflight {FLAGSHIP}\n\nGiB of one GPU, by part and phase, on 1 × 80 GB:\n\n{printed}",
         LAYOUTS_HEAD,
         rows,
         *large_rows,
