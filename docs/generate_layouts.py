@@ -20,12 +20,11 @@ from rlinf_vl.tools.memory.search import Found, Layout, Search
 
 PAGE = Path(__file__).with_name("cost.md")
 with_tables = runpy.run_path(str(PAGE.with_name("marked_tables.py")))["with_tables"]
-#: Configs, and machines of 8 GPUs that they are to fit.
+#: Configs, and what they are to fit: GB of a card, and machines of 8 cards.
 CASES = {
-    "qwen3-vl-30b-a3b-grpo-fsdp-geo3k": (1, 2),
-    "qwen3-vl-235b-a22b-grpo-fsdp-geo3k": (8, 16),
+    "qwen3-vl-30b-a3b-grpo-fsdp-geo3k": ((80, 1), (80, 2), (141, 1)),
+    "qwen3-vl-235b-a22b-grpo-fsdp-geo3k": ((80, 8), (80, 16), (141, 8)),
 }
-CARDS = (80, 141)
 COLUMNS = (
     "GPUs",
     "actor",
@@ -67,24 +66,23 @@ def chosen(found: Found) -> list[Layout]:
     return list(by_kind.values())
 
 
-def table(name: str, machines: tuple[int, ...]) -> str:
+def table(name: str, clusters: tuple[tuple[int, int], ...]) -> str:
     """Return the table of one model, by what the searches find."""
     config = parse_config(name)
     models: dict[tuple[object, ...], dict[str, Model]] = {}
     lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
-    for card in CARDS:
-        for nodes in machines:
-            start = time.process_time()
-            hardware = Hardware.named(8, card, nodes)
-            kind, lengths = kind_of_size(card), usual_lengths(config)
-            search = Search(config, hardware, kind, lengths, models=models, report=_report)
-            found = search.run(max_layouts=8)
-            first = f"{8 * nodes} × {card} GB"
-            rows = [shown(layout) for layout in chosen(found)]
-            lines += [f"| {first} | {' | '.join(cells)} |" for cells in rows]
-            if not rows:
-                lines.append(f"| {first} | none fits |" + " |" * (len(COLUMNS) - 2))
-            _report(f"{first}: {rows}, {time.process_time() - start:.0f} CPU seconds")
+    for card, nodes in clusters:
+        start = time.process_time()
+        hardware = Hardware.named(8, card, nodes)
+        kind, lengths = kind_of_size(card), usual_lengths(config)
+        search = Search(config, hardware, kind, lengths, models=models, report=_report)
+        found = search.run(max_layouts=8)
+        first = f"{8 * nodes} × {card} GB"
+        rows = [shown(layout) for layout in chosen(found)]
+        lines += [f"| {first} | {' | '.join(cells)} |" for cells in rows]
+        if not rows:
+            lines.append(f"| {first} | none fits |" + " |" * (len(COLUMNS) - 2))
+        _report(f"{first}: {rows}, {time.process_time() - start:.0f} CPU seconds")
     return "\n".join(lines)
 
 
@@ -94,7 +92,7 @@ def _report(text: str) -> None:
 
 def render_page() -> str:
     """Return docs/cost.md with the tables as the searches find them."""
-    tables = [f"`{name}`:\n\n{table(name, machines)}" for name, machines in CASES.items()]
+    tables = [f"`{name}`:\n\n{table(name, clusters)}" for name, clusters in CASES.items()]
     return with_tables(PAGE.read_text(encoding="utf-8"), {"layouts": "\n\n".join(tables)})
 
 
