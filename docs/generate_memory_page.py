@@ -16,7 +16,7 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.tools.check.doctor import check
 from rlinf_vl.tools.check.doctor import render as render_lines
 from rlinf_vl.tools.check.machine import Machine
-from rlinf_vl.tools.memory.advice import CARDS, CPU_OFFLOAD, LORA, Advisor, Fit, advise
+from rlinf_vl.tools.memory.advice import CARDS, CPU_OFFLOAD, LORA, Advisor, Fit
 from rlinf_vl.tools.memory.ledger import Hardware, Ledger, ledger
 from rlinf_vl.tools.memory.model import Model
 from rlinf_vl.tools.memory.table import render
@@ -210,8 +210,7 @@ def sizes_table() -> str:
 
 def said(made: Ledger) -> str:
     """`render`, less what depends on the versions of torch and transformers, or on the hub's cache."""
-    advice = advise(made, Model(made.config)) if made.problems else ()
-    text = re.sub(r": \d+ operations, of which \d+ wait .*", "", render(made, advice=advice))
+    text = re.sub(r": \d+ operations, of which \d+ wait .*", "", render(made))
     return re.sub(r"shape is from .*", "shape is from a table", text)
 
 
@@ -238,7 +237,7 @@ def render_page() -> str:
     """Return the whole page."""
     config, model = parse_config(FLAGSHIP), Model(parse_config(FLAGSHIP))
     assert config.rollout.model.model_path.startswith("Qwen/")
-    rows, advices = "", ""
+    rows = ""
     for title, (hardware, overrides) in PREFLIGHT.items():
         shown = "".join(f" `{text}`" for text in overrides)
         changed = parse_config(FLAGSHIP, overrides)
@@ -246,7 +245,6 @@ def render_page() -> str:
             ledger(changed, hardware, Model(changed) if changed.actor.model.is_lora else model)
         )
         rows += summary_row(f"{title}{shown and ','}{shown}", text)
-        advices += "".join(re.findall(r"^- advice: .*\n", text, re.M))
     large_rows = (summary_row(f"{title}, {layout(text)}", text) for title, text in large().items())
     parts = [
         HEAD,
@@ -254,7 +252,6 @@ def render_page() -> str:
         LAYOUTS_HEAD,
         rows,
         *large_rows,
-        f"\nFor 1 × 24 GB it says:\n\n{advices}",
         f"\n## doctor {FLAGSHIP}\n\nLines that are not ok on a machine of 2 cores without a GPU:\n\n",
         render_lines(line for line in check(TESTS, config) if line.status != "ok"),
         f"\n{KEPT_ACTIVATIONS()}",
