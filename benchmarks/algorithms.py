@@ -78,7 +78,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> Path:
         f"actor.optim.lr={args.lr}",
         f"rollout.model.model_path={toy_checkpoint_path(seed=seed)}",
         "runner.save_interval=-1",
-        "runner.trajectories.interval=-1",
+        "runner.trajectories.max_gb=0",
         "runner.logger.logger_backends=[]",
         *(
             said.replace(TEACHER, str(teacher(seed, folder.parent))) if TEACHER in said else said

@@ -144,7 +144,8 @@ class Run:
                 "runner.val_check_interval=100",
                 "runner.heartbeat_timeout=15",
             ),
-            *("runner.max_restarts=1000", *(HARD if args.hard else ()), *args.overrides),
+            *(HARD if args.hard else ()),
+            *args.overrides,
         ]
         self.log = log.open("a")
         self.starts = 0

@@ -159,7 +159,6 @@ class SimulatedPool:
             engines,
             max_running=RUNNING,
             report=print,
-            max_row_faults=3,
         )
         self._supervisor.start()
         self.workers = self._supervisor.slots
@@ -299,7 +298,7 @@ def quiet_config(folder: Path, *overrides: str) -> Config:
             "runner.val_check_interval=-1",
             "runner.save_interval=-1",
             "runner.mismatch_check_interval=-1",
-            "runner.trajectories.interval=-1",
+            "runner.trajectories.max_gb=0",
             f"runner.output_dir={folder}",
             f"algorithm.group_size={SAMPLES}",
             *overrides,
@@ -366,7 +365,7 @@ def late_seconds(groups: int, steps: int, folder: Path) -> float:
 
 
 class RecordEverything(Recorder):
-    """Chooses all groups, as with `runner.trajectories.val_groups: -1`, and has no process that writes them."""
+    """Chooses all groups, as with `runner.trajectories.groups: -1`, and has no process that writes them."""
 
     def choose(self, split: str, step: int, n: int) -> list[int]:
         return list(range(n))
@@ -440,7 +439,6 @@ def dispatch_rate(workers: int, groups: int) -> dict[str, float]:
         workers,
         max_running=RUNNING,
         report=print,
-        max_row_faults=3,
     )
     supervisor.start()
     started, rates = time.perf_counter() - begun, []

@@ -166,7 +166,7 @@ def run(
         "runner.val_check_interval": steps,
         "runner.val_before_train": "false",
         "runner.save_interval": -1,
-        "runner.trajectories.interval": -1,
+        "runner.trajectories.max_gb": 0,
     }
     command = [
         sys.executable,

@@ -318,7 +318,7 @@ FAULTS = (
     Fault(
         name="endless-restarts",
         page="reliability",
-        promise="Ranks start again at most runner.max_restarts times from one checkpoint.",
+        promise="Ranks start again at most three times from one checkpoint.",
         place="Restarts.count",
         old="self._times[checkpoint] += 1",
         new="self._times[checkpoint] = 0",

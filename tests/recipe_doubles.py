@@ -31,7 +31,7 @@ def in_place_of_hub(name: str) -> list[str]:
 #: What a machine without a GPU and without SGLang asks for.
 ON_CPU = [
     "cluster.device=cpu", "rollout.rollout_backend=torch", "rollout.tensor_parallel_size=1", "actor.enable_offload=false",
-    "rollout.sglang.attention_backend=null", "cluster.num_nodes=1", "actor.fsdp_config.expert_parallel_size=1",
+    "rollout.sglang.server_args={}", "cluster.num_nodes=1", "actor.fsdp_config.expert_parallel_size=1",
 ]  # fmt: skip
 
 

@@ -362,7 +362,8 @@ FILES = {
     "parts/broken.jsonl": "1\n",
     "torn.png": b"\x89PNG",
     "sglang/__init__.py": "raise AssertionError('imported')",
-    "sglang/srt/arg_groups/fields/memory.py": "class Memory:\n    disable_radix_cache: bool = False\n",
+    "sglang/srt/arg_groups/fields/memory.py": "class Memory:\n    disable_radix_cache: bool = False\n"
+    "    ep_size: int = 1\n    attn_dp_size: int = 1\n",
     "torn/bitsandbytes.py": "raise ImportError('built for another torch')",
     "none": "x",
     "a-file": "",

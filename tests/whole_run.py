@@ -165,7 +165,7 @@ def played_run(
         "data.val_samples=24",
         "runner.save_interval=-1",
         "runner.max_tokens_per_mbs=2000",
-        "runner.trajectories.train_groups=-1",
+        "runner.trajectories.groups=-1",
         LOCAL,
     ]
     done = subprocess.run(

@@ -104,9 +104,7 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
             # What is imitated was not sampled: the loss is that of the plain softmax.
             banned[:] = False
             temperature = 1.0
-        policy = PolicyModel(
-            model, family, banned, temperature=temperature, chunk=actor.logprob_chunk_tokens
-        )
+        policy = PolicyModel(model, family, banned, temperature=temperature)
         policy.shards = shards
         return policy
 

@@ -165,8 +165,6 @@ def _bounds(algorithm: AlgorithmConfig) -> dict[str, Any]:
         "clip_low": algorithm.clip_ratio_low,
         "clip_high": algorithm.clip_ratio_high,
         "clip_c": algorithm.clip_ratio_c,
-        "tau_pos": algorithm.tau_pos,
-        "tau_neg": algorithm.tau_neg,
     }
 
 

@@ -99,12 +99,12 @@ class Rank:
         Returns:
             The state of this rank's metrics, and logprobs of the groups `recorded`.
         """
-        runner, profile = self.config.runner, self.config.runner.profile
+        runner = self.config.runner
         if runner.generates_ahead:
             check_fresh(self.groups.values(), step - 1 - runner.max_staleness)
         # Distinct for every pair of the run's seed and a step.
         seed = 1_000_003 * runner.seed + step
-        profiled = step in profile.steps and self.rank in profile.ranks
+        profiled = self.rank == 0 and step in runner.profile.steps
         with profiler(run_folder(self.config), step, self.rank) if profiled else nullcontext():
             sums, logprobs = self.trainer.update(
                 self.groups,

@@ -519,11 +519,8 @@ class Trainer:
 
     def stage(self) -> None:
         """Copy this rank's part of a checkpoint to host memory."""
-        model = self.actor.model
         self.writer = self.writer or checkpoint.CheckpointWriter()
-        self.writer.stage(
-            self.policy, self.optimizer, trained_only=model.is_lora and model.lora.save_lora_only
-        )
+        self.writer.stage(self.policy, self.optimizer, trained_only=self.actor.model.is_lora)
 
     def write(self, folder: str) -> dict[str, str]:
         """Write the staged checkpoint, in any thread: `CheckpointWriter.write`."""

@@ -114,23 +114,11 @@ def _nf4(config: Config) -> Iterator[str]:
             "quantization=nf4: every rank has quantized weights whole; set it 1, or "
             "quantization none"
         )
-    for contradicts, key, why in (
-        (
-            lora.sync == "adapters",
-            "lora.sync=adapters",
-            "engines have no quantized model to apply them to; set merged",
-        ),
-        (
-            not lora.save_lora_only,
-            "lora.save_lora_only=false",
-            "the packed weights are not saved; set it true",
-        ),
-    ):
-        if contradicts:
-            yield (
-                f"actor.model.lora.quantization: nf4 with actor.model.{key}: {why}, or "
-                "quantization none"
-            )
+    if lora.sync == "adapters":
+        yield (
+            "actor.model.lora.quantization: nf4 with actor.model.lora.sync=adapters: engines have "
+            "no quantized model to apply them to; set merged, or quantization none"
+        )
     if config.actor.fsdp_config.cpu_offload:
         yield (
             "actor.model.lora.quantization: nf4 with actor.fsdp_config.cpu_offload=true: "

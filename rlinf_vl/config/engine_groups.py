@@ -13,8 +13,10 @@ def check_engine_groups(config: Config, sizes: Iterable[int]) -> None:
     """
     for size in sorted(set(sizes)):
         for name in ("ep_size", "attn_dp_size"):
-            if size % (groups := max(1, getattr(config.rollout.sglang, name))):
+            groups = config.rollout.sglang.server_args.get(name, 1)
+            if type(groups) is not int or groups < 1 or size % groups:
                 raise ConfigError(
-                    f"rollout.sglang.{name}: {groups} does not divide the {size} slots of an "
-                    "engine (rollout.tensor_parallel_size, or cluster.component_placement)"
+                    f"rollout.sglang.server_args.{name}: {groups!r} does not divide the {size} "
+                    "slots of an engine (rollout.tensor_parallel_size, or "
+                    "cluster.component_placement)"
                 )

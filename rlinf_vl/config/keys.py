@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from rlinf_vl.config.parts import load_part
+from rlinf_vl.config.removed import REMOVED
 from rlinf_vl.config.schema import Config, Limit
 from rlinf_vl.errors import did_you_mean
 
@@ -57,10 +58,12 @@ def config_sections() -> dict[str, tuple[str, ...]]:
 def suggestion(key: str) -> str:
     """Return a hint for a dotted name that isn't a key, such as " did you mean 'runner.seed'?".
 
-    Candidates, in this order: a key of another system with this name, the same leaf in other
+    A removed key gets its own hint. Candidates, in this order: a key of another system with this name, the same leaf in other
     sections, a key of another system with a similar name, similar names, similar leaves. Without a
     candidate the hint lists the keys of the section, or the sections.
     """
+    if key in REMOVED:
+        return f" it is no longer read: {REMOVED[key].hint}"
     # The tables of other systems take 40 ms to read, and only an unknown key needs them.
     hint = load_part("foreign-key")
     if foreign_hint := hint(key):

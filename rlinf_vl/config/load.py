@@ -30,6 +30,7 @@ from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggesti
 from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.presets import with_presets
+from rlinf_vl.config.removed import REMOVED
 from rlinf_vl.config.schema import SCHEMA_NAME, Config
 from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.config.schema.limits import OrCode
@@ -226,7 +227,9 @@ def _foreign_settings(path: Path) -> dict[str, Any] | None:
         if isinstance(base, str)
     }
     unknown_keys = [
-        key for key, _ in leaves(data) if key not in config_keys() and not key.startswith("hydra.")
+        key
+        for key, _ in leaves(data)
+        if key not in config_keys() and key not in REMOVED and not key.startswith("hydra.")
     ]
     # Fewer than three may be typing errors, which `_fill` reports one by one.
     if len(unknown_keys) < 3 or bases & {
@@ -302,6 +305,9 @@ def _fill(typed: DictConfig, written: dict[str, Any]) -> list[str]:
         if key in config_sections():
             keys = ", ".join(name.removeprefix(f"{key}.") for name in config_sections()[key])
             problems[key] = f"{key}: {shown(value)} is not a section; its keys are {keys}"
+        elif key in REMOVED:
+            if value != REMOVED[key].default:
+                problems[key] = f"{key}: {shown(value)} is no longer read: {REMOVED[key].hint}"
         elif key not in config_keys():
             problems[key] = f"{key}: unknown key (value {shown(value)});{suggestion(key)}"
         else:

@@ -184,9 +184,6 @@ def _rollout(config: Config) -> Iterator[str]:
         for key, is_set in (
             ("tensor_parallel_size", rollout.tensor_parallel_size > 1),
             ("deterministic", rollout.deterministic),
-            ("sglang.attention_backend", rollout.sglang.attention_backend is not None),
-            ("sglang.ep_size", rollout.sglang.ep_size > 1),
-            ("sglang.attn_dp_size", rollout.sglang.attn_dp_size > 1),
             ("sglang.server_args", rollout.sglang.server_args),
         ):
             if is_set:

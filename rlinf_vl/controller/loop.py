@@ -29,10 +29,12 @@ from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, load_state
 from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
+#: Steps in a row without a finite gradient after which a run stops.
+MAX_BAD_STEPS = 3
 
 
 class TooManyBadSteps(RunError):
-    """The gradient was not finite in `runner.max_bad_steps` steps in a row."""
+    """The gradient was not finite in `MAX_BAD_STEPS` steps in a row."""
 
 
 @dataclass(slots=True)
@@ -149,7 +151,7 @@ def train(
                 metrics |= update(step, batch, config, pool, learner, log, on_start)
                 state.advance(step, metrics, data, scheduler)
                 log.ledger.append(step, batch.ledger)
-                count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
+                count_bad_steps(state, saver.newest, log)
                 # The validation must end before engines get other weights.
                 validator.finish()
                 send = partial(scheduler.sync, step) if synced else None
@@ -324,7 +326,7 @@ def sync_waits(gpu: SharedGpu, validator: Validator, scheduler: RolloutScheduler
     return gpu.shared or validator.running or scheduler.waits_before_sync
 
 
-def count_bad_steps(state: RunState, limit: int, checkpoint: Folder | None, log: RunLog) -> None:
+def count_bad_steps(state: RunState, checkpoint: Folder | None, log: RunLog) -> None:
     """Count the steps in a row whose gradient was not finite (their optimizer steps were skipped);
     raises `TooManyBadSteps`."""
     if not state.metrics.get("actor/skipped_steps"):
@@ -332,9 +334,9 @@ def count_bad_steps(state: RunState, limit: int, checkpoint: Folder | None, log:
         return
     state.bad_steps += 1
     log.event("step_skipped", "the gradient is not finite; its optimizer step was skipped")
-    if state.bad_steps >= limit:
+    if state.bad_steps >= MAX_BAD_STEPS:
         raise TooManyBadSteps(
-            f"{state.bad_steps} steps in a row had a gradient that is not finite "
-            f"(runner.max_bad_steps); the last good checkpoint is {checkpoint or 'none'}. Resume "
+            f"{state.bad_steps} steps in a row had a gradient that is not finite; "
+            f"the last good checkpoint is {checkpoint or 'none'}. Resume "
             "from it with a lower actor.optim.lr or actor.optim.clip_grad"
         )

@@ -12,6 +12,8 @@ from rlinf_vl.types import GroupSummary, Reference
 #: Seconds without recording after a writer has failed; doubled for each that fails right after it,
 #: to an hour at most.
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 3600.0
+#: Groups recorded of a training step and of a validation, unless `runner.trajectories.groups` is set.
+GROUPS = {"train": 4, "val": 64}
 
 
 #: As `rlinf_vl.controller.trajectory_writer.GroupBatch`, with references for groups and logprobs.
@@ -65,7 +67,7 @@ class Recorder:
         self._writing = False
         self._groups_in_call: list[GroupSummary] = []
         #: None where nothing is recorded, or no longer.
-        self._writer: Writer | None = self._start_writer() if self._settings.interval > 0 else None
+        self._writer: Writer | None = self._start_writer() if self._settings.max_gb > 0 else None
 
     def choose(self, split: str, step: int, n: int) -> list[int]:
         """Return the numbers of the groups to record, of `n` of this step; in a validation always
@@ -76,9 +78,9 @@ class Recorder:
             and time.monotonic() > self._retry_at
         ):
             self._writer, self._retry_at = self._start_writer(), None
-        if self._writer is None or (split == "train" and step % self._settings.interval):
+        if self._writer is None:
             return []
-        n_recorded = self._settings.train_groups if split == "train" else self._settings.val_groups
+        n_recorded = GROUPS[split] if self._settings.groups is None else self._settings.groups
         if n_recorded < 0 or n_recorded >= n:
             return list(range(n))
         # Seeded by the step, so that a resumed run records the groups that it would have recorded.

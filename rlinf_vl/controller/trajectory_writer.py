@@ -45,7 +45,7 @@ class TrajectoryWriter:
             run_dir,
             model_path,
             image_token,
-            int(runner.trajectories.max_gb * 2**30),
+            runner.trajectories.max_gb * 2**30,
             _token_id(model_path, "video_token_id"),
         )
         self._samples = make_trackers(

@@ -38,7 +38,7 @@ def plan_controls(config: Config, rows: FilterResult) -> dict[str, dict[int, Vis
         log.info("data.vision_controls: %d validation rows without an image have none", without)
     controls: dict[str, dict[int, VisionControl]] = {}
     for kind in data.vision_controls:
-        control = VisionControl(kind, seed, data.vision_hidden_share)
+        control = VisionControl(kind, seed)
         controls[kind] = dict.fromkeys(images, control)
     if "swapped" in controls:
         donors = choose_donors(images, seed)

@@ -28,6 +28,9 @@ _BETAS = 1e-5 + (0.5e-2 - 1e-5) / (1 + np.exp(-np.linspace(-6, 6, DIFFUSION_STEP
 _SIGNAL_VARIANCE = np.cumprod(1 - _BETAS)
 #: Side of a masked square, in pixels.
 SQUARE = 14
+#: NoisyRollout's fall of the noise: the share of the run after which half of it is left, and how
+#: sudden the fall is.
+MIDPOINT, STEEPNESS = 2 / 3, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +102,14 @@ def corruption_at(settings: ImageCorruptionConfig, done: float) -> Corruption | 
     """Return the corruption of the images on which answers are sampled, or None for no corruption.
 
     Args:
-        settings: algorithm.image_corruption. Its `schedule` lowers the strength during the run; the
-            schedule "sigmoid" is that of NoisyRollout,
-            strength · (1 - 1 / (1 + exp(-steepness · (done - midpoint)))).
+        settings: algorithm.image_corruption. Its strength falls during the run as NoisyRollout's,
+            strength · (1 - 1 / (1 + exp(-STEEPNESS · (done - MIDPOINT)))).
         done: share of the run that is done, 0 … 1.
     """
-    factor = 1.0
-    if settings.schedule == "linear":
-        factor = 1 - done
-    elif settings.schedule == "sigmoid":
-        # The formula above, written with tanh, which does not overflow at any steepness.
-        factor = 0.5 * (1 - math.tanh(settings.steepness * (done - settings.midpoint) / 2))
+    # The formula above, written with tanh.
+    factor = 0.5 * (1 - math.tanh(STEEPNESS * (done - MIDPOINT) / 2))
     strength = settings.strength * factor
-    return (
-        Corruption(settings.kind, strength, settings.share) if strength and settings.share else None
-    )
+    return Corruption("noise", strength, settings.share) if strength and settings.share else None
 
 
 class Shown:

@@ -26,6 +26,8 @@ from rlinf_vl.types import ImageRef, Message, Problem
 
 #: The grey of blank images and of hidden rectangles.
 GREY = 128
+#: Share of each image's area that "cropped" hides.
+HIDDEN_SHARE = 0.5
 
 
 class ImageFacts(NamedTuple):
@@ -57,13 +59,11 @@ class VisionControl:
     Attributes:
         kind: "blank", "swapped" or "cropped".
         seed: seeds the hidden rectangles.
-        hidden_share: share of each image's area that "cropped" hides.
         donors: for "swapped", the image that replaces each of the row's images.
     """
 
     kind: str
     seed: int = 0
-    hidden_share: float = 0.5
     donors: tuple[Donor, ...] = ()
 
     def __call__(self, problem: Problem, read_row: Callable[[int], Problem]) -> Problem:
@@ -84,7 +84,7 @@ class VisionControl:
                 lent = read_row(donor.row).images[donor.place]
                 replacements[image.hash] = fitted(lent, image)
             else:
-                replacements[image.hash] = hide_rectangle(image, self.hidden_share, self.seed)
+                replacements[image.hash] = hide_rectangle(image, HIDDEN_SHARE, self.seed)
         return with_images(problem, replacements)
 
 

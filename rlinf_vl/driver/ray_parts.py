@@ -124,7 +124,7 @@ class RayParts(Parts):
         self, run: Run, total_steps: int, start: Folder | None
     ) -> dict[str, float] | Interrupted:
         """Call `run`, again whenever ranks were lost; returns the last metrics, or why it stopped."""
-        restarts = Restarts(self.config.runner.max_restarts, self.home, start, self.log)
+        restarts = Restarts(self.home, start, self.log)
         lost: ActorsLost | None = None
         while True:
             try:

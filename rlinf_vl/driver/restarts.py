@@ -16,40 +16,40 @@ from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 #: Seconds between two looks at whether a lost node is back.
 POLL_S = 2.0
+#: Most restarts of the ranks from one checkpoint.
+MAX_RESTARTS = 3
 
 
 class TooManyRestarts(RunError):
-    """The actor ranks died more than `runner.max_restarts` times without a checkpoint in
-    between."""
+    """The actor ranks died more than `MAX_RESTARTS` times without a checkpoint in between."""
 
 
 class Restarts:
     """Counts how often a run's ranks are started again, by the checkpoint that they load."""
 
-    def __init__(self, limit: int, home: Folder, start: Folder | None, log: RunLog) -> None:
+    def __init__(self, home: Folder, start: Folder | None, log: RunLog) -> None:
         """
         Args:
-            limit: the most restarts from one checkpoint.
             home: where checkpoints are written.
             start: the checkpoint that the run was resumed from; None: it was not.
         """
-        self._limit, self._home, self._start, self._log = limit, home, start, log
+        self._home, self._start, self._log = home, start, log
         self._times = Counter[Folder | None]()
 
     def count(self, lost: ActorsLost) -> None:
         """Set damaged checkpoints aside, and record that the ranks start again from the newest.
 
         Raises:
-            TooManyRestarts: they have done so `limit` times from this checkpoint.
+            TooManyRestarts: they have done so `MAX_RESTARTS` times from this checkpoint.
         """
         # A damaged checkpoint would fail every restart.
         set_damaged_aside(self._home, partial(self._log.event, "checkpoint_damaged"))
         checkpoint = newest_checkpoint(self._home, self._start)
-        if self._times[checkpoint] >= self._limit:
+        if self._times[checkpoint] >= MAX_RESTARTS:
             raise TooManyRestarts(
-                f"{lost}. The actor ranks were started again {self._limit} times before "
-                "(runner.max_restarts) without a further checkpoint; the last complete one is "
-                f"{checkpoint or 'none'}"
+                f"{lost}. The actor ranks were started again {MAX_RESTARTS} times before "
+                "without a further checkpoint; the last complete one is "
+                f"{checkpoint or 'none'}. Mend the cause and resume with runner.resume_dir=auto"
             ) from lost
         self._times[checkpoint] += 1
         resumed = f"the run goes back to {checkpoint or 'its start: it has no checkpoint yet'}"

@@ -90,9 +90,6 @@ def _sglang_settings(
     from rlinf_vl.engines.sglang.settings import Settings
 
     rollout = config.rollout
-    arguments = {"log_level": rollout.sglang.log_level}
-    if rollout.sglang.attention_backend:
-        arguments["attention_backend"] = rollout.sglang.attention_backend
     return Settings(
         model_path=model_path,
         context_length=config.runner.seq_length,
@@ -110,7 +107,7 @@ def _sglang_settings(
         report_routes=config.actor.routing_replay != "off",
         keep_kv=rollout.kv_after_update == "keep",
         trust_remote_code=rollout.model.trust_remote_code,
-        extra_arguments=arguments | rollout.sglang.server_args,
+        extra_arguments=rollout.sglang.server_args,
     )
 
 

@@ -131,7 +131,7 @@ class PolicyModel(nn.Module):
         banned: np.ndarray,
         *,
         temperature: float,
-        chunk: int | None,
+        chunk: int | None = None,
     ) -> None:
         """Wrap a transformers model.
 

@@ -37,7 +37,7 @@ def broken(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high)
 def train(folder: Path, *overrides: str, expect: int = 0) -> str:
     settings = [
         f"runner.output_dir={folder}", "runner.max_steps=3", "runner.save_interval=2", "runner.val_check_interval=-1",
-        "data.rollout_batch_size=8", "algorithm.n_minibatches=2", "runner.trajectories.train_groups=-1",
+        "data.rollout_batch_size=8", "algorithm.n_minibatches=2", "runner.trajectories.groups=-1",
         "algorithm.kl_beta=0.05", "algorithm.kl_placement=reward", "algorithm.dynamic_sampling.enable=true",
         "algorithm.overlong.buffer=12", LOCAL,
     ]  # fmt: skip

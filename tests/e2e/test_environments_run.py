@@ -85,7 +85,7 @@ def test_rows_bring_their_environments_and_a_run_goes_on_without_the_file(tmp_pa
         "runner.max_steps=1",
         "runner.save_interval=1",
         "runner.val_check_interval=-1",
-        "runner.trajectories.train_groups=-1",
+        "runner.trajectories.groups=-1",
         "data.train_data_paths=[rows.jsonl]",
         "data.val_data_paths=[]",
         "data.image_keys=[]",

@@ -26,7 +26,7 @@ def train(folder: Path, size: int) -> Path:
         f"runner.max_steps={STEPS}",
         "runner.val_check_interval=-1",
         "runner.save_interval=-1",
-        "runner.trajectories.train_groups=-1",
+        "runner.trajectories.groups=-1",
         "data.rollout_batch_size=4",
         "actor.routing_replay=replay",
         f"actor.fsdp_config.expert_parallel_size={size}",

@@ -54,7 +54,7 @@ def run(tmp_path_factory):
         "algorithm.kl_beta=0.01",
         "algorithm.n_minibatches=2",
         "runner.max_tokens_per_mbs=1000",
-        "runner.trajectories.train_groups=-1",
+        "runner.trajectories.groups=-1",
     )
     return folder
 

@@ -57,7 +57,7 @@ def test_fetched_groups_outlive_their_worker_and_lost_ones_are_sampled_again(tmp
         "data.filter_prompt_by_length=false",
         "data.rollout_batch_size=6",
         "rollout.weight_sync=object_store",
-        "runner.trajectories.interval=-1",
+        "runner.trajectories.max_gb=0",
         f"runner.output_dir={tmp_path}",
     ]
     config = load_config("toy-grpo-cpu", overrides)

@@ -27,17 +27,18 @@ class Poison(SingleTurn):
 
 
 def test_a_row_that_kills_its_workers_is_quarantined_and_the_others_are_answered(
-    toy_folder, tmp_path
+    toy_folder, tmp_path, monkeypatch
 ):
+    from rlinf_vl.rollout.pool import quarantine
     from rlinf_vl.rollout.pool.pool import RolloutPool
     from rlinf_vl.runtime.launch import ray_cluster, reserve
 
+    monkeypatch.setattr(quarantine, "MAX_ROW_DEATHS", 2)
     rows = open_datasets(load_config("toy-grpo-cpu", []).data, ENVIRONMENTS)["train"]
     (tmp_path / "poison.py").write_text(POISON.replace("ROW", rows.row_id(2)))
     overrides = [
         "cluster.component_placement={actor: 0, rollout: 0}",
         f"rollout.env_class={tmp_path}/poison.py:Poison",
-        "data.max_row_faults=2",
     ]
     config = load_config("toy-grpo-cpu", overrides)
     with ray_cluster(config), reserve(config) as placement:

@@ -36,7 +36,7 @@ class CorruptedForward:
         papo = self._papo
         if not (papo.weight or papo.entropy_weight):
             return
-        corrupt, pixels = Corruption(papo.kind, papo.strength), batches.pixels
+        corrupt, pixels = Corruption("mask", papo.strength), batches.pixels
 
         def corrupted_pixels(image: ImageRef) -> Any:
             return pixels(corrupt(image, seed))

@@ -50,7 +50,7 @@ class LossInputs:
         versions: int32, version of the weights that sampled the token.
         version: of the weights before the step.
         columns: further values of each token by name, `[T, …]` (`TokenSequence.columns`).
-        clip_low, clip_high, clip_c, tau_pos, tau_neg: `algorithm.clip_ratio_low` and so on.
+        clip_low, clip_high, clip_c: `algorithm.clip_ratio_low` and so on.
     """
 
     logprobs: torch.Tensor
@@ -71,8 +71,6 @@ class LossInputs:
     clip_low: float | None = None
     clip_high: float | None = None
     clip_c: float | None = None
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
 
     def ratio(self) -> torch.Tensor:
         """Return ρ = π(token) / π_old(token); its log is capped at 20 (`MAX_LOG_RATIO`)."""
@@ -163,8 +161,6 @@ def policy_loss(
     clip_c: float | None = None,
     weights: torch.Tensor | None = None,
     loss_type: str | Callable[..., Any] = "actor",
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
     segment_ids: torch.Tensor | None = None,
     n_segments: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -183,7 +179,6 @@ def policy_loss(
         weights: broadcasts like `advantages`; None is 1.
         loss_type: the name of a file in `rlinf_vl/algorithms/losses`, or a function of
             `LossInputs`.
-        tau_pos, tau_neg: temperatures of "sapo".
         segment_ids, n_segments: see `aggregate`. For "gspo", sequences must not be split over
             calls.
 
@@ -206,8 +201,6 @@ def policy_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         clip_c=clip_c,
-        tau_pos=tau_pos,
-        tau_neg=tau_neg,
     )
     return weighted_loss(inputs, formula)
 

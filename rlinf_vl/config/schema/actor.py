@@ -36,9 +36,6 @@ class LoraConfig:
     quantization: str = key("none", ("none", "nf4"))
     """How the linear modules that have adapters are stored: none (param_dtype), or nf4 (QLoRA: 4
     bits, all of them in every rank), which needs bitsandbytes."""
-    save_lora_only: bool = True
-    """Checkpoints have the adapters only; the model below them is read from
-    rollout.model.model_path."""
 
 
 @dataclass
@@ -179,9 +176,6 @@ class ActorConfig:
     """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond
     that is kept in host memory. Each image is then encoded once per step at most, and again only
     after its features had to go."""
-    logprob_chunk_tokens: int | None = key(None, AT_LEAST_1)
-    """Response positions whose logits exist at once; null: as many as fit 16 MiB on the CPU, 1 GiB
-    on CUDA, and 128 at least."""
     context_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share each micro-batch's tokens, for trajectories too long for one rank's memory:
     each has a part of the tokens, and in attention a part of the heads. Divides the ranks of actor

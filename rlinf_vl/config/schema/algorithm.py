@@ -7,7 +7,6 @@ from rlinf_vl.config.schema.guidance import DistillationConfig, ImageCorruptionC
 from rlinf_vl.config.schema.limits import (
     AT_LEAST_1,
     NOT_NEGATIVE,
-    POSITIVE,
     POSITIVE_OR_INFINITE,
     Limit,
     OrCode,
@@ -136,10 +135,6 @@ class AlgorithmConfig:
     """Estimator of that KL; null is k3 in the loss, k1 in the reward. In the loss, by what its
     gradient descends on: k2 (mse) KL(policy‖reference), k3 (low_var_kl) KL(reference‖policy), abs
     their total variation; k1 (kl) has an expected gradient of zero there, and is refused."""
-    tau_pos: float = key(1.0, POSITIVE)
-    """SAPO's temperature where the advantage is positive: the higher, the narrower its gate."""
-    tau_neg: float = key(1.05, POSITIVE)
-    """SAPO's temperature elsewhere."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy, subtracted from the loss."""
     recompute_logprobs: str = key("auto", ("auto", "true", "false"))

@@ -10,7 +10,6 @@ from rlinf_vl.config.schema.limits import (
     OFF_OR_POSITIVE,
     POSITIVE,
     SHARE,
-    Limit,
     key,
 )
 
@@ -120,12 +119,8 @@ class DataConfig:
     is still learned is not seen."""
     vision_controls: list[str] = key([], ("blank", "swapped", "cropped"))
     """Ask each validation question again: blank: without its image's content; swapped: with another
-    question's image; cropped: with part of it hidden. val/accuracy_<control>, and with blank the
+    question's image; cropped: with half of it hidden. val/accuracy_<control>, and with blank the
     split of the gain into seen and guessed (docs/did-it-look.md)."""
-    vision_hidden_share: float = key(
-        0.5, Limit("lie between 0 and 1, both excluded", lambda x: 0 < x < 1)
-    )
-    """Share of each image's area that the control `cropped` hides behind a grey rectangle."""
     image_hosts: list[str] = field(default_factory=list)
     """Hosts that images and videos given as http(s) URLs are fetched from, redirects included, by name without
     port; each is kept in the cache folder (RLINF_VL_CACHE) from then on. [] fetches nothing: such a
@@ -134,7 +129,3 @@ class DataConfig:
     """Share of a split's rows, 0 to 1, that may be unusable (each is listed with its reason in
     bad_rows.jsonl of the run folder); beyond it the run stops and says why. 0 stops at the first, 1
     never."""
-    max_row_faults: int = key(3, Limit("be at least 2", lambda x: x >= 2))
-    """Rollout workers, one after the other, that may die or hang while they answer a row, the last
-    with nothing else to do; then the row is quarantined: it is not answered again before the run is
-    resumed, but masked, and listed in bad_rows.jsonl."""

@@ -4,10 +4,8 @@ reward."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlinf_vl.config.schema.limits import NOT_NEGATIVE, POSITIVE, SHARE, key
+from rlinf_vl.config.schema.limits import NOT_NEGATIVE, SHARE, key
 
-#: The corruptions of images in `rlinf_vl.data.corruption`.
-CORRUPTIONS = ("noise", "mask")
 #: The value of `teacher_path` for a frozen copy of the policy, as it is at the run's start.
 SELF = "self"
 
@@ -18,17 +16,9 @@ class ImageCorruptionConfig:
     """NoisyRollout: share of each group's answers that are drawn on corrupted images; all are
     trained on with the clean ones. 0 is off, the paper takes 0.5. Their tokens have no engine's
     logprob on the clean image, so TIS leaves them alone."""
-    kind: str = key("noise", CORRUPTIONS)
-    """noise: a diffusion's, of strength × 1000 steps. mask: squares of 14 pixels, each black with
-    probability strength."""
     strength: float = key(0.5, SHARE)
-    """How strong at the run's start."""
-    schedule: str = key("sigmoid", ("constant", "linear", "sigmoid"))
-    """How the strength falls over the run's steps: not at all, evenly to 0, or around midpoint."""
-    midpoint: float = key(2 / 3, SHARE)
-    """For sigmoid: the share of the run after which half of the strength is left."""
-    steepness: float = key(30.0, POSITIVE)
-    """For sigmoid: how sudden the fall is."""
+    """A diffusion's noise of strength × 1000 steps at the run's start; half of the strength is left
+    after two thirds of the run, and none at its end."""
 
 
 @dataclass
@@ -36,10 +26,8 @@ class PapoConfig:
     weight: float = key(0.0, NOT_NEGATIVE)
     """PAPO's γ, usually 0.01 to 0.02: weight of KL(policy‖policy on corrupted images), subtracted
     from the loss. Costs a further pass. 0 is off."""
-    kind: str = key("mask", CORRUPTIONS)
-    """How those images are corrupted, as image_corruption.kind; anew in each step."""
     strength: float = key(0.6, SHARE)
-    """How strongly."""
+    """Share of the squares of 14 pixels that are black in those images, drawn anew in each step."""
     entropy_weight: float = key(0.0, NOT_NEGATIVE)
     """PAPO's η, usually 0.03: weight of two entropies, the policy's and that on corrupted images,
     added to the loss. Above 0 the further pass has gradients, too."""

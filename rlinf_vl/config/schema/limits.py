@@ -25,6 +25,7 @@ POSITIVE = Limit("be > 0", lambda x: x > 0)
 # infinity switches the bound off
 POSITIVE_OR_INFINITE = Limit("be > 0", lambda x: x > 0, may_be_infinite=True)
 NOT_NEGATIVE = Limit("be >= 0", lambda x: x >= 0)
+NOT_NEGATIVE_OR_INFINITE = Limit("be >= 0", lambda x: x >= 0, may_be_infinite=True)
 AT_LEAST_1 = Limit("be at least 1", lambda x: x >= 1)
 OFF_OR_POSITIVE = Limit("be -1 or at least 1", lambda x: x == -1 or x >= 1)
 ALL_OR_NOT_NEGATIVE = Limit("be at least 0, or -1 for all", lambda x: x >= -1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf_vl.config.schema.limits import AT_LEAST_1, POSITIVE, SHARE, OrCode, key
+from rlinf_vl.config.schema.limits import POSITIVE, SHARE, OrCode, key
 
 
 @dataclass
@@ -36,9 +36,6 @@ class RewardConfig:
     memory_gb: float = key(4.0, POSITIVE)
     """Memory that a process with functions of yours may take beyond what it has when they are
     imported."""
-    workers: int = key(4, AT_LEAST_1)
-    """Most processes with functions of yours, per rollout worker; each is started when it is
-    needed."""
 
     judge_hosts: list[str] = field(default_factory=list)
     """Hosts that the reward function `judge` may ask, by name without port. [] asks nobody."""

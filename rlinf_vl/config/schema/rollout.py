@@ -39,20 +39,27 @@ class RolloutModelConfig:
 
 @dataclass
 class SglangConfig:
-    attention_backend: str | None = None
-    """SGLang's attention_backend; null leaves the choice to SGLang (on CPU: torch_native, the only
-    one there). With rollout.deterministic, prompts and decoding have the same one."""
-    log_level: str = key("error", ("debug", "info", "warning", "error", "critical"))
-    """How much SGLang's processes say."""
-    ep_size: int = key(1, AT_LEAST_1)
-    """Groups among which a mixture's experts are divided, whole; 1: each of an engine's GPUs has a
-    slice of every expert. Divides rollout.tensor_parallel_size."""
-    attn_dp_size: int = key(1, AT_LEAST_1)
-    """Groups of an engine's GPUs that attend to requests of their own, so that no key is kept twice
-    where tensor_parallel_size exceeds the model's key heads. Divides
-    rollout.tensor_parallel_size; 1: all GPUs attend to every request."""
     server_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of SGLang's server, by their own names, over what is chosen for it."""
+    """Arguments of SGLang's server, by their own names, over what is chosen for it: such as
+    attention_backend, log_level (error unless set), and two that divide an engine's GPUs. ep_size:
+    groups among which a mixture's experts are divided, whole; 1: each GPU has a slice of every
+    expert. attn_dp_size: groups that attend to requests of their own, so that no key is kept twice
+    where tensor_parallel_size exceeds the model's key heads; 1: all GPUs attend to every request."""
+
+    @property
+    def ep_size(self) -> int:
+        """Groups of an engine's GPUs among which experts are divided, whole."""
+        return self._groups("ep_size")
+
+    @property
+    def attn_dp_size(self) -> int:
+        """Groups of an engine's GPUs that attend to requests of their own."""
+        return self._groups("attn_dp_size")
+
+    def _groups(self, name: str) -> int:
+        groups = self.server_args.get(name)
+        # `check_engine_groups` refuses anything else.
+        return groups if type(groups) is int and groups > 0 else 1
 
 
 @dataclass

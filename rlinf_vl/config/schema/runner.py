@@ -9,9 +9,9 @@ from rlinf_vl.config.schema.limits import (
     ALL_OR_NOT_NEGATIVE,
     AT_LEAST_1,
     NOT_NEGATIVE,
+    NOT_NEGATIVE_OR_INFINITE,
     OFF_OR_POSITIVE,
     POSITIVE,
-    POSITIVE_OR_INFINITE,
     STORE_BYTES,
     Limit,
     OrCode,
@@ -74,24 +74,18 @@ class LoggerConfig:
 
 @dataclass
 class TrajectoriesConfig:
-    interval: int = key(1, OFF_OR_POSITIVE)
-    """Record training trajectories every so many steps, validation's every time; -1 records
-    none."""
-    train_groups: int = key(4, ALL_OR_NOT_NEGATIVE)
-    """Groups recorded of a training step, chosen at random; -1 records all."""
-    val_groups: int = key(64, ALL_OR_NOT_NEGATIVE)
-    """Problems recorded of a validation, always the same ones; -1 records all."""
-    max_gb: float = key(2.0, POSITIVE_OR_INFINITE)
-    """GB of trajectories and images after which no more are recorded."""
+    groups: int | None = key(None, ALL_OR_NOT_NEGATIVE)
+    """Groups recorded of every training step, chosen at random, and problems of every validation,
+    always the same ones; -1 records all. null: 4 of a training step and 64 of a validation."""
+    max_gb: float = key(2.0, NOT_NEGATIVE_OR_INFINITE)
+    """GB of trajectories and images after which no more are recorded; 0 records none."""
 
 
 @dataclass
 class ProfileConfig:
     steps: list[int] = field(default_factory=list)
-    """Training steps of which torch.profiler writes a trace (profile/step_N-rank_R.json.gz in the
-    run's folder)."""
-    ranks: list[int] = field(default_factory=lambda: [0])
-    """Actor ranks that are profiled."""
+    """Training steps of which torch.profiler writes a trace of actor rank 0
+    (profile/step_N-rank_0.json.gz in the run's folder)."""
 
 
 @dataclass
@@ -162,12 +156,6 @@ class RunnerConfig:
     heartbeat_timeout: float = key(120.0, POSITIVE)
     """Seconds without an answer after which a rollout worker or an actor rank is taken for hung,
     and replaced."""
-    max_restarts: int = key(3, NOT_NEGATIVE)
-    """Times that a run starts its actor ranks again, from the last complete checkpoint, when one of
-    them dies or hangs; counted anew from each checkpoint on."""
-    max_bad_steps: int = key(3, AT_LEAST_1)
-    """Steps in a row with a gradient that is not finite, each of them skipped, after which the run
-    stops."""
     code_files: dict[str, str] = field(default_factory=dict)
     """Path → text of the files that names of code lead to (rollout.env_class, …), and of those
     beside them that they import. Filled in when a config is loaded, so that workers and a resumed

@@ -148,7 +148,7 @@ def imitate(
                 metrics["actor/restarts"] = log.count("actors_restarted")
                 # From here on the step is trained: a stop is to save the state behind it.
                 state.step, state.sampler, state.metrics = step, sampler_state, metrics
-                count_bad_steps(state, runner.max_bad_steps, saver.newest, log)
+                count_bad_steps(state, saver.newest, log)
                 if validates and data.is_due(runner.val_check_interval, step):
                     metrics |= validate()
                 if data.is_due(runner.save_interval, step):

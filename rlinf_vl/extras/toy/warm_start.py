@@ -140,7 +140,7 @@ def recipe(toy: task.Toy, model_path: str, run_dir: str, steps: int, seed: int) 
             max_steps=steps,
             val_check_interval=-1,
             logger=LoggerConfig(logger_backends=[]),
-            trajectories=TrajectoriesConfig(interval=-1),
+            trajectories=TrajectoriesConfig(max_gb=0),
         ),
         rollout=RolloutConfig(model=RolloutModelConfig(model_path=model_path)),
         data=DataConfig(rollout_batch_size=toy.batch_size),

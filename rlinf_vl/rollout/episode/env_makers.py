@@ -10,6 +10,10 @@ from rlinf_vl.errors import never_reported
 from rlinf_vl.rewards.processes import Limits, ProcessPool, UserFunctions
 from rlinf_vl.rewards.scoring import Scorer, make_scorer
 
+#: Most processes with reward functions of the user's, per rollout worker; each is started when it is
+#: needed.
+REWARD_PROCESSES = 4
+
 
 def scorer_of(
     config: Config,
@@ -27,7 +31,7 @@ def scorer_of(
         reward_max=reward.reward_max_val,
         reward_min=reward.reward_min_val,
         files=config.runner.code_files,
-        limits=Limits(reward.timeout, reward.memory_gb, reward.workers),
+        limits=Limits(reward.timeout, reward.memory_gb, REWARD_PROCESSES),
         hosts=reward.judge_hosts,
         first_report=first_report,
         pool_class=pool_class,

@@ -39,19 +39,18 @@ class Dispatcher(Generic[W]):
         slots: list[Slot[W]],
         *,
         max_running: int | None,
-        max_row_faults: int,
         lose: Callable[[Slot[W], W, str, str], None],
         revive: Callable[[Slot[W]], None],
     ) -> None:
         """
         Args:
-            max_running, max_row_faults: as in `Supervisor`.
+            max_running: as in `Supervisor`.
             lose: called when a worker died, as `Supervisor.lose`.
             revive: called with a slot that gets work but may have no worker.
         """
         self.slots = slots
         self._max_running = max_running
-        self._quarantine = Quarantine(max_row_faults)
+        self._quarantine = Quarantine()
         self._lose, self._revive = lose, revive
         self._open: list[Submission] = []
         self._unshared: list[QueuedTask] = []  # tasks that wait for a worker to join

@@ -97,7 +97,6 @@ class RolloutPool:
             len(reservation.rollout),
             max_running=max_running,
             report=lambda message, kind="worker_replaced": report(kind, message),
-            max_row_faults=config.data.max_row_faults,
             places=lambda numbers: self._placements.places(numbers, len(self._supervisor.slots)),
             newcomers=self._placements.newcomers,
         )

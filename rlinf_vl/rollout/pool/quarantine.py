@@ -6,16 +6,18 @@ from dataclasses import replace
 
 from rlinf_vl.rollout.submission import QueuedTask, Submission, Task
 
+#: Workers, one after the other, that may die or hang while they answer a row.
+MAX_ROW_DEATHS = 3
+
 
 class Quarantine:
     """The number of successive worker deaths of each row that they happened on.
 
-    A row with `max_deaths` - 1 of them is answered by a worker that has nothing else to do. If that
+    A row with `MAX_ROW_DEATHS` - 1 of them is answered by a worker that has nothing else to do. If that
     one dies as well, the row is to blame and quarantined: its groups are made without answers.
     """
 
-    def __init__(self, max_deaths: int) -> None:
-        self._max_deaths = max_deaths
+    def __init__(self) -> None:
         self._deaths: Counter[tuple[str, int]] = Counter()
 
     def count_death(self, tasks: Iterable[Task]) -> None:
@@ -29,7 +31,7 @@ class Quarantine:
 
     def must_be_alone(self, task: Task) -> bool:
         """Return whether the task must be its worker's only one."""
-        return self._deaths[task.split, task.row] == self._max_deaths - 1
+        return self._deaths[task.split, task.row] == MAX_ROW_DEATHS - 1
 
     def next_batch(
         self,
@@ -66,7 +68,7 @@ class Quarantine:
 
     def with_fault(self, task: Task) -> Task:
         """Return the task; if its row is quarantined, with the fault that prevents answers."""
-        if task.fault or self._deaths[task.split, task.row] < self._max_deaths:
+        if task.fault or self._deaths[task.split, task.row] < MAX_ROW_DEATHS:
             return task
-        fault = f"{self._max_deaths} workers died while they answered it, the last one with nothing else to do"
-        return replace(task, fault=f"{fault} (data.max_row_faults)")
+        fault = f"{MAX_ROW_DEATHS} workers died while they answered it, the last one with nothing else to do"
+        return replace(task, fault=fault)

@@ -55,7 +55,6 @@ class Supervisor(Generic[W]):
             batch, one submission after the other. The embedded engine needs this: the last digits
             of a logprob depend on the batch, which must not depend on timing if a resumed run is to
             equal one that was never stopped.
-        max_row_faults: workers that may die while they answer a row (`Quarantine`).
         report: called in the supervisor's thread with a sentence about a worker, and with a kind
             unless the worker is replaced.
         places: returns the places of those given slots that have none on a node now. Called in a
@@ -79,7 +78,6 @@ class Supervisor(Generic[W]):
         *,
         max_running: int | None,
         report: Callable[..., None],
-        max_row_faults: int = 3,
         places: Callable[[Collection[int]], Mapping[int, Place]] = lambda numbers: {},
         newcomers: Callable[[], Sequence[int]] = lambda: (),
         loop: asyncio.AbstractEventLoop | None = None,
@@ -91,7 +89,6 @@ class Supervisor(Generic[W]):
         self.groups = Dispatcher[W](
             [self.make_slot(number) for number in range(n)],
             max_running=max_running,
-            max_row_faults=max_row_faults,
             lose=self.lose,
             revive=self._revive,
         )

@@ -212,14 +212,14 @@ def _engine_slices(config: Config, checkpoint_text: str, shape: Mapping[str, Any
     """Yield the sizes of a text model that the GPUs of an SGLang engine can't divide evenly."""
     rollout, text = config.rollout, shape.get("text_config") or shape
     sizes, tp = rollout.sglang, max(1, rollout.tensor_parallel_size)
-    ep, attn_dp = max(1, sizes.ep_size), max(1, sizes.attn_dp_size)
-    experts = text.get("num_experts") or 0
+    ep, attn_dp = sizes.ep_size, sizes.attn_dp_size
+    experts, ep_key = text.get("num_experts") or 0, "rollout.sglang.server_args.ep_size"
     if ep > 1 and not experts:
-        yield f"rollout.sglang.ep_size: {ep}, but {checkpoint_text}, which has no experts; set it 1"
+        yield f"{ep_key}: {ep}, but {checkpoint_text}, which has no experts; set it 1"
     for key, size, name in (
         ("rollout.tensor_parallel_size", max(1, tp // attn_dp), "num_attention_heads"),
         ("rollout.tensor_parallel_size", max(1, tp // ep), "moe_intermediate_size"),
-        ("rollout.sglang.ep_size", ep, "num_experts"),
+        (ep_key, ep, "num_experts"),
     ):
         if (text.get(name) or 0) % size:
             yield (

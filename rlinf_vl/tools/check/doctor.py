@@ -289,7 +289,7 @@ def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> I
     )
     # In float32: the weight and AdamW's two moments.
     checkpoint_bytes = 12 * weights.trained
-    if not (config.actor.model.is_lora and config.actor.model.lora.save_lora_only):
+    if not config.actor.model.is_lora:
         checkpoint_bytes += model.stored * (weights.total - weights.trained)
     if runner.async_save and checkpoint_bytes / nodes > 0.5 * machine.total_memory:
         finding += f"; the copy of a checkpoint that is written while training goes on, {checkpoint_bytes / nodes / GIB:.1f}"

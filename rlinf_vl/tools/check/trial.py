@@ -111,8 +111,6 @@ def _try_loss(loss: Callable[..., Any], config: Config) -> None:
         clip_low=algorithm.clip_ratio_low,
         clip_high=algorithm.clip_ratio_high,
         clip_c=algorithm.clip_ratio_c,
-        tau_pos=algorithm.tau_pos,
-        tau_neg=algorithm.tau_neg,
     )
     try:
         per_token, _ = weighted_loss(inputs, formula_of(loss))

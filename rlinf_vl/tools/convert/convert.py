@@ -286,7 +286,7 @@ def _sort(
             conversion.add(key, value, unusable, str(error))
             continue
         if row.kind != "mapped":
-            conversion.add(key, value, "dropped", row.why if is_dropped else "off, as here")
+            conversion.add(key, value, "dropped", row.why if is_dropped else "as it is here")
         elif ours is None and row.role != "tis" and (row.role or not _may_be_null(row.to[0])):
             conversion.add(key, value, "dropped", "null: the default is taken")
         # A pattern may match several keys; ours has room for one value.

@@ -173,6 +173,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "family": _family,
     "trackers": _trackers,
     "top_k": top_k,
+    "attention": lambda value: None if value is None else {"attention_backend": value},
     "or_all": _or(-1),
     "or_never": _or(-1),
     "or_none": _or(None),

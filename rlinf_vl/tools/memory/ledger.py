@@ -217,7 +217,7 @@ def _ledger(config: Config, hardware: Hardware, model: Model, placement: Placeme
     state = model.family.decode_state(model.shape)
     # Ranks of an engine that are more than the key heads have copies of them, unless groups of them
     # attend to requests of their own.
-    groups = getattr(config.rollout.sglang, "attn_dp_size", 1)
+    groups = config.rollout.sglang.attn_dp_size
     kv_ranks = groups * min(tp // groups, state.kv_heads)
     engine_dtype = DTYPES[config.rollout.model.precision]
     per_token = math.ceil(state.token_bytes(engine_dtype) / kv_ranks)

@@ -170,13 +170,13 @@ class Model:
 
     @cache  # noqa: B019
     def _trace(self, rank_tokens: int, mode: str, layers: int | None = None) -> Trace:
-        longest, chunk = self._config.runner.seq_length, self._config.actor.logprob_chunk_tokens
+        longest = self._config.runner.seq_length
         model, checkpointing = (
             (self._meta_model, self._checkpointing) if layers is None else self._shallow(layers)
         )
         with pretend_cuda():
             checkpointing.mode = mode if mode != "auto" else "full"
-            return trace_step(model, self.family, rank_tokens, longest=longest, chunk=chunk)
+            return trace_step(model, self.family, rank_tokens, longest=longest)
 
     @cache  # noqa: B019
     def images(self, tokens: int) -> Trace:

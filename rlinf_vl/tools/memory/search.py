@@ -45,6 +45,7 @@ from rlinf_vl.tools.memory.model import Model
 
 PLACEMENT = "cluster.component_placement"
 TP = "rollout.tensor_parallel_size"
+SERVER_ARGS = "rollout.sglang.server_args"
 EP = "actor.fsdp_config.expert_parallel_size"
 CP = "actor.context_parallel_size"
 STRATEGY = "actor.fsdp_config.strategy"
@@ -275,10 +276,13 @@ class Search:
         kv_heads = model.family.decode_state(model.shape).kv_heads
         for size in self._engine_sizes():
             changes = [Change(TP, size)]
-            if size > 1 and mixture is not None and hasattr(sglang, "ep_size"):
-                changes.append(Change("rollout.sglang.ep_size", size))
-            if size > kv_heads and hasattr(sglang, "attn_dp_size"):
-                changes.append(Change("rollout.sglang.attn_dp_size", size // kv_heads))
+            groups = {}
+            if size > 1 and mixture is not None:
+                groups["ep_size"] = size
+            if size > kv_heads:
+                groups["attn_dp_size"] = size // kv_heads
+            if groups:
+                changes.append(Change(SERVER_ARGS, sglang.server_args | groups))
             yield tuple(changes)
 
     def _engine_sizes(self) -> list[int]:

@@ -162,7 +162,7 @@ def interpolated(first: Trace, second: Trace, low: int, high: int, size: int) ->
 
 
 def trace_step(
-    model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None
+    model: PreTrainedModel, family: Family, tokens: int, *, longest: int, chunk: int | None = None
 ) -> Trace:
     """Trace forward, head and backward of one micro-batch of `tokens`, in sequences of `longest`.
 
@@ -172,7 +172,7 @@ def trace_step(
 
     Args:
         model: on any device; `pretend_cuda` lets a meta model count as a GPU's.
-        chunk: `actor.logprob_chunk_tokens`.
+        chunk: positions per chunk of the head; None: those of a run.
     """
     device = next(model.parameters()).device
     images = (

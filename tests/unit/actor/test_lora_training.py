@@ -27,7 +27,6 @@ from rlinf_vl.types import Request, SamplingParams
 
 ALL = "actor.model.lora.target_modules=[all-linear]"
 NF4 = "actor.model.lora.quantization=nf4"
-WHOLE = "actor.model.lora.save_lora_only=false"
 
 
 def config_of(*overrides):
@@ -169,17 +168,6 @@ def resumes(mesh, toy_folder, folder, trainer, targets):
     train(straight, 5)
     assert equal(weights(again), weights(straight))
     assert not equal(weights(again), at_save)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_may_have_the_whole_model(mesh, toy_folder, tmp_path):
-    trainer = started(mesh, toy_folder, WHOLE)
-    train(trainer, 1)
-    trainer.stage()
-    trainer.write(str(tmp_path))
-    size = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
-    assert size > 4 * sum(p.numel() for p in trainer.policy.model.parameters())
-    assert equal(weights(started(mesh, toy_folder, step=1, folder=tmp_path)), weights(trainer))
 
 
 @pytest.mark.slow

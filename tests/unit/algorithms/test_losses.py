@@ -200,7 +200,7 @@ def test_cispo_by_hand():
     )
 
 
-def test_sapo_by_hand():
+def test_sapo_by_hand(monkeypatch):
     """f(ρ) = 4/τ · sigmoid(τ(ρ - 1)), so ∂L/∂Δ = -A · ρ · 4 · s(1 - s): it fades on either side of ρ = 1."""
     old = torch.full((4,), -1.0, dtype=torch.float64)
     delta = [0.0, 1.5, -0.7, 1.5]
@@ -209,9 +209,8 @@ def test_sapo_by_hand():
         torch.tensor([1.0, 2.0, 2.0, -3.0], dtype=torch.float64),
         torch.ones(4, dtype=torch.bool),
     )
-    loss, stats = policy_loss(
-        logprobs, old, advantages, mask, loss_type="sapo", tau_pos=1.0, tau_neg=2.0
-    )
+    monkeypatch.setattr("rlinf_vl.algorithms.losses.sapo.TAU_NEG", 2.0)
+    loss, stats = policy_loss(logprobs, old, advantages, mask, loss_type="sapo")
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     for k, (d, advantage, tau) in enumerate(
         zip(delta, advantages.tolist(), (1.0, 1.0, 1.0, 2.0), strict=True)

@@ -368,7 +368,7 @@ def _base_config() -> Config:
         "runner.val_check_interval=2",
         "runner.save_interval=3",
         "runner.mismatch_check_interval=4",
-        "runner.trajectories.interval=-1",
+        "runner.trajectories.max_gb=0",
         "runner.logger.logger_backends=[]",
         "runner.async_save=false",
         "data.rollout_batch_size=4",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from unit.controller.fakes import START, FakeLearner, FakePool, FakeRun
 
+from rlinf_vl.controller import loop
 from rlinf_vl.controller.loop import RunState, TooManyBadSteps
 from rlinf_vl.controller.mismatch import EngineMismatch
 from rlinf_vl.controller.recorder import Recorder
@@ -251,7 +252,7 @@ def test_a_replay_gets_the_weights_before_its_step(folder, monkeypatch, schedule
         return {gap: 0.2 if step == 4 else 0.01}
 
     run = FakeRun(folder, f"runner.schedule={schedule}", learner=FakeLearner(strike))
-    run.config.runner.trajectories.interval = 1
+    run.config.runner.trajectories.max_gb = 1.0
     calls, replays = [], {}
     writer = SimpleNamespace(
         begin=lambda *call: calls.append(call), result=lambda timeout_s: True, kill=lambda: None
@@ -320,12 +321,13 @@ def test_groups_that_died_with_their_worker_are_sampled_again(undisturbed, folde
     assert run.metrics() == undisturbed and not run.pool.alive
 
 
-def test_steps_whose_gradient_is_not_finite_are_counted_and_a_few_in_a_row_end_the_run(folder):
-    run = FakeRun(folder, "runner.max_bad_steps=2", "runner.save_interval=1")
+def test_steps_whose_gradient_is_not_finite_are_counted_and_a_few_in_a_row_end_the_run(
+    folder, monkeypatch
+):
+    monkeypatch.setattr(loop, "MAX_BAD_STEPS", 2)
+    run = FakeRun(folder, "runner.save_interval=1")
     run.learner.strike = lambda step: SKIPPED if step in (2, 4, 5) else None
-    with pytest.raises(
-        TooManyBadSteps, match=r"2 steps in a row .*runner\.max_bad_steps.*global_step_4"
-    ):
+    with pytest.raises(TooManyBadSteps, match="2 steps in a row .*global_step_4"):
         run.train()
     assert [row.get("actor/skipped_steps") for row in run.rows()] == [None, 0, 1, 0, 1]
     assert run.rows()[2]["actor/grad_norm"] is None
@@ -333,17 +335,18 @@ def test_steps_whose_gradient_is_not_finite_are_counted_and_a_few_in_a_row_end_t
     assert RunState.read(folder / "checkpoints/global_step_4").bad_steps == 1
 
 
-def test_bad_steps_before_a_stop_still_count_after_it(folder):
+def test_bad_steps_before_a_stop_still_count_after_it(folder, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_BAD_STEPS", 2)
+
     def told_to_stop(step):
         run.stop.number = signal.SIGTERM if step == 3 else None
         return SKIPPED if step == 3 else None
 
-    run = FakeRun(folder, "runner.max_bad_steps=2", learner=FakeLearner(told_to_stop))
+    run = FakeRun(folder, learner=FakeLearner(told_to_stop))
     with pytest.raises(Interrupted):
         run.train()
     again = FakeRun(
         folder,
-        "runner.max_bad_steps=2",
         learner=FakeLearner(lambda step: SKIPPED if step == 4 else None),
     )
     with pytest.raises(TooManyBadSteps):

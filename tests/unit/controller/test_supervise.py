@@ -178,10 +178,11 @@ def test_a_run_that_waits_for_a_node_can_be_stopped(monkeypatch, tmp_path):
 
 
 def test_learners_that_keep_dying_end_the_run(monkeypatch, tmp_path):
-    run = Started(monkeypatch, tmp_path, "runner.max_restarts=2", strike=once(4, 4, 4))
+    monkeypatch.setattr(restarts, "MAX_RESTARTS", 2)
+    run = Started(monkeypatch, tmp_path, strike=once(4, 4, 4))
     with pytest.raises(
         TooManyRestarts,
-        match=r"rank 1 died in 4.*2 times before \(runner.max_restarts\).*global_step_3",
+        match="rank 1 died in 4.*2 times before .*global_step_3.*runner.resume_dir=auto",
     ):
         run()
     # No worker is replaced from then on: Ray ends next.
@@ -206,7 +207,8 @@ def test_ranks_that_never_begin_are_killed_and_started_again(monkeypatch, tmp_pa
 
 
 def test_restarts_are_counted_anew_from_each_checkpoint(monkeypatch, tmp_path, undisturbed):
-    run = Started(monkeypatch, tmp_path, "runner.max_restarts=2", strike=once(2, 2, 4, 5))
+    monkeypatch.setattr(restarts, "MAX_RESTARTS", 2)
+    run = Started(monkeypatch, tmp_path, strike=once(2, 2, 4, 5))
     run()
     assert FakeRun(tmp_path).metrics() == undisturbed and len(run.learners) == 5
 

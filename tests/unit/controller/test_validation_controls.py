@@ -91,7 +91,6 @@ def test_rows_without_images_are_refused_if_there_are_no_others():
         ([CONTROLS, "data.val_data_paths=[]"], "data.val_data_paths is empty"),
         ([CONTROLS, "data.blank_images=true"], "shows blank images anyway"),
         (["data.vision_controls=[blurred]"], "blurred"),
-        ([CONTROLS, "data.vision_hidden_share=1"], "vision_hidden_share"),
     ],
 )
 def test_controls_that_ask_nothing_are_refused(overrides, reason):

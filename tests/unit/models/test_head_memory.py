@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-from rlinf_vl.config.schema import ActorConfig
-
 MEASURED = """
 import torch
 from rlinf_vl.models.logprobs import token_logprobs
@@ -34,7 +32,7 @@ print(above)
 @pytest.mark.slow
 def test_forward_and_backward_take_less_than_two_thirds_of_the_whole_logits_above_the_model():
     """The gradient of the weights, 39 MB, included; float32 logits of 1024 tokens are 622 MB, once for each direction."""
-    code = MEASURED.replace("CHUNK", str(ActorConfig().logprob_chunk_tokens))
+    code = MEASURED.replace("CHUNK", "None")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 0.4e9, done.stdout

@@ -206,7 +206,7 @@ def made(model: Model, *overrides: str, gpus: int = 1, nodes: int = 1) -> Ledger
         "runner.save_interval=2",
         "runner.val_check_interval=-1",
         "runner.mismatch_check_interval=-1",
-        "runner.trajectories.interval=-1",
+        "runner.trajectories.max_gb=0",
         "runner.logger.logger_backends=[]",
     ]
     return ledger(parse_config(FLAGSHIP, settings), Hardware.named(gpus, 80, nodes), model)

@@ -283,7 +283,7 @@ def test_a_row_that_kills_its_workers_is_quarantined_and_no_other(max_running, n
     fleet = Fleet(n, max_running=max_running, poison=["g3", "g5"])
     results = dict(answered(fleet.submit(tasks(8)).results()))
     assert list(results) == [f"g{i}" for i in range(8)]
-    reason = "3 workers died while they answered it, the last one with nothing else to do (data.max_row_faults)"
+    reason = "3 workers died while they answered it, the last one with nothing else to do"
     assert [name for name, group in results.items() if group == reason] == ["g3", "g5"]
     last = [worker.batches[-1] for worker in fleet.workers if worker.dead]
     assert ["g3"] in last and ["g5"] in last, "each was convicted alone"

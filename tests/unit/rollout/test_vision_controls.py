@@ -42,7 +42,7 @@ FACTS = {row: tuple(map(ImageFacts.of, p.images)) for row, p in ROWS.items()}
 
 def controlled(kind, row, seed=0):
     donors = choose_donors(FACTS, seed).by_row.get(row, ())
-    return VisionControl(kind, seed, 0.5, donors)(ROWS[row], ROWS.__getitem__)
+    return VisionControl(kind, seed, donors)(ROWS[row], ROWS.__getitem__)
 
 
 @pytest.mark.parametrize("row", [0, 1, 3, 4])

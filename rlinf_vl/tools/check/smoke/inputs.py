@@ -65,7 +65,7 @@ def smoke_config(config: Config, checkpoint: RandomCheckpoint, folder: Path, dev
     runner.schedule, runner.weight_sync_interval, runner.mismatch_check_interval = "sync", 1, 1
     runner.max_steps, runner.max_epochs, runner.val_check_interval = STEPS, 1, -1
     runner.resume_dir, runner.keep_last, runner.keep_best = None, 1, 0
-    runner.trajectories = TrajectoriesConfig(interval=-1)
+    runner.trajectories = TrajectoriesConfig(max_gb=0)
     runner.logger, runner.profile = LoggerConfig(logger_backends=[]), ProfileConfig()
     # What a store keeps could not be taken away again by everybody who may write to it.
     if "://" in (runner.checkpoint_dir or ""):

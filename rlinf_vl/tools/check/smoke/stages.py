@@ -367,7 +367,7 @@ def mean_difference(scores: Sequence[Score]) -> float:
 
 ENGINE_HINT = (
     "the engine's own words are above. With SGLang, try rollout.sglang.server_args.disable_cuda_graph"
-    "=true, then rollout.sglang.attention_backend=triton"
+    "=true, then rollout.sglang.server_args.attention_backend=triton"
 )
 MEMORY_HINT = "if memory is short, `rlinf-vl preflight CONFIG` says what to lower"
 SYNC_HINT = "try rollout.weight_sync=object_store, which needs nothing of GPUs or shared memory"

@@ -71,7 +71,7 @@ def look(
     steps = recorded_steps(run)
     if not steps:
         raise ConfigError(
-            f"{run}: no recorded trajectories; runner.trajectories.interval sets them"
+            f"{run}: no recorded trajectories; runner.trajectories.max_gb=0 records none"
         )
     step = steps[-1] if step is None else step
     if step not in steps:
@@ -140,7 +140,6 @@ def _load(checkpoint: Path, split: str, trust_run_code: bool) -> Model:
         processor.banned_ids(vocab_size(model)),
         # Greedy answers are scored by the distribution that they are the mode of.
         temperature=sampling.temperature or 1.0,
-        chunk=config.actor.logprob_chunk_tokens,
     ).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     collate = Collator(restored.family, processor.image_tokens, processor.pixels, processor.pad_id)
     return Model(Scorer(policy, collate, config.runner.max_tokens_per_mbs), processor)

@@ -54,8 +54,6 @@ SETTINGS = (
     "kl_beta",
     "kl_placement",
     "kl_penalty_type",
-    "tau_pos",
-    "tau_neg",
     "entropy_bonus",
     "old_policy",
     "importance_sampling_fix",

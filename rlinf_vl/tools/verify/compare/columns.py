@@ -230,8 +230,6 @@ class Calculation:
             clip_low=algorithm.clip_ratio_low,
             clip_high=algorithm.clip_ratio_high,
             clip_c=algorithm.clip_ratio_c,
-            tau_pos=algorithm.tau_pos,
-            tau_neg=algorithm.tau_neg,
             **self._segments,
         )
         result = formula_of(algorithm.loss_type)(inputs)

@@ -209,7 +209,7 @@ def _local(config: Config, folder: Path) -> Config:
     runner.save_interval = runner.val_check_interval = runner.mismatch_check_interval = -1
     runner.val_before_train = False
     runner.logger.logger_backends = []
-    runner.trajectories.interval = 0
+    runner.trajectories.max_gb = 0
     return config
 
 

@@ -116,7 +116,6 @@ class TrainedStep:
                 subject.family,
                 subject.banned,
                 temperature=config.algorithm.sampling_params.temperature,
-                chunk=actor.logprob_chunk_tokens,
             )
 
         self.trainer = Trainer(

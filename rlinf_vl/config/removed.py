@@ -1,0 +1,82 @@
+"""Former keys of the config, with what to do instead.
+
+A config of an older version may still have them, a run's `config.yaml` all of them. At its former
+default a key says nothing and is passed over; another value is refused, since it would do nothing.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """A former key: its default, and the sentence that says what to do instead."""
+
+    default: Any
+    hint: str
+
+
+_FALL = (
+    "the noise falls as in NoisyRollout, by half at two thirds of the run; leave it out, and set "
+    "algorithm.image_corruption.strength"
+)
+REMOVED = {
+    "runner.max_restarts": Removed(
+        3,
+        "ranks start again 3 times from one checkpoint; leave it out, and save more often "
+        "(runner.save_interval) if that is too few",
+    ),
+    "runner.max_bad_steps": Removed(
+        3,
+        "a run stops after 3 steps in a row without a finite gradient; leave it out",
+    ),
+    "runner.trajectories.interval": Removed(
+        1,
+        "every step is recorded; leave it out, or set runner.trajectories.max_gb=0 to record none",
+    ),
+    "runner.trajectories.train_groups": Removed(
+        4, "set runner.trajectories.groups, for training and validation; -1 records all"
+    ),
+    "runner.trajectories.val_groups": Removed(
+        64, "set runner.trajectories.groups, for training and validation; -1 records all"
+    ),
+    "runner.profile.ranks": Removed(
+        [0],
+        "rank 0 is profiled; leave it out (`rlinf-vl timeline` compares ranks)",
+    ),
+    "algorithm.tau_pos": Removed(1.0, "loss_type: sapo has its paper's 1.0; leave it out"),
+    "algorithm.tau_neg": Removed(1.05, "loss_type: sapo has its paper's 1.05; leave it out"),
+    "algorithm.image_corruption.kind": Removed(
+        "noise",
+        "answers are drawn on noised images; leave it out (algorithm.papo masks images in the loss)",
+    ),
+    "algorithm.image_corruption.schedule": Removed("sigmoid", _FALL),
+    "algorithm.image_corruption.midpoint": Removed(2 / 3, _FALL),
+    "algorithm.image_corruption.steepness": Removed(30.0, _FALL),
+    "algorithm.papo.kind": Removed(
+        "mask", "PAPO's images are masked, as in its paper; leave it out"
+    ),
+    "rollout.sglang.attention_backend": Removed(
+        None, "set rollout.sglang.server_args.attention_backend"
+    ),
+    "rollout.sglang.log_level": Removed("error", "set rollout.sglang.server_args.log_level"),
+    "rollout.sglang.ep_size": Removed(1, "set rollout.sglang.server_args.ep_size"),
+    "rollout.sglang.attn_dp_size": Removed(1, "set rollout.sglang.server_args.attn_dp_size"),
+    "data.vision_hidden_share": Removed(
+        0.5, "the control cropped hides half of an image; leave it out"
+    ),
+    "data.max_row_faults": Removed(
+        3, "a row is quarantined after 3 workers that died of it; leave it out"
+    ),
+    "actor.logprob_chunk_tokens": Removed(
+        None,
+        "the head works in chunks that fit 1 GiB on a GPU; leave it out, and lower "
+        "runner.max_tokens_per_mbs where memory is short",
+    ),
+    "actor.model.lora.save_lora_only": Removed(
+        True,
+        "checkpoints of adapters have the adapters; leave it out, and `rlinf-vl export` the whole "
+        "model",
+    ),
+    "reward.workers": Removed(
+        4, "functions of yours have up to 4 processes per rollout worker; leave it out"
+    ),
+}
