@@ -5,7 +5,7 @@
 Each conversation is a drawn picture with a question and an answer of random letters, whose length is log-normal, cut to
 20 … 300. Both train the language model in float32 on the CPU with a frozen vision tower, and take whole steps: reading and
 decoding a row, its tokens and pixels, forward, backward, AdamW. With --same-rows every step has the rows of the first, as the
-second epoch and later ones have: features of a frozen tower are then in the cache (`actor.vision_cache_gb`). Tokens are those of
+second epoch and later ones have: features of a frozen tower are then in the cache. Tokens are those of
 the conversations, images included and padding not. TRL is another process, which runs right after, so its ratio is of processor
 seconds: with one thread they do not depend on what else the machine does. --peer-python is an interpreter that has trl and
 torchvision; benchmarks/peers/trl_sft.py says which packages.

@@ -38,7 +38,7 @@ from rlinf_vl.models.mixture import ExpertLoad
 from rlinf_vl.models.nf4 import dense, shape_of
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.recompute import checkpoint_blocks
-from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.models.vision_cache import TRAINER_BYTES, VisionCache
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.replay_file import MAX_WEIGHT_BYTES
 from rlinf_vl.observe.spans import span
@@ -180,7 +180,7 @@ class Trainer:
         return Teacher(model, batches, source.labels)
 
     def _vision_cache(self) -> VisionCache:
-        return VisionCache(int(self.actor.vision_cache_gb * 2**30), self.mesh.device)
+        return VisionCache(TRAINER_BYTES, self.mesh.device)
 
     def _schedule(self, done: int) -> torch.optim.lr_scheduler.LRScheduler:
         """Make the schedule of the learning rate, `done` steps of the run having been taken."""

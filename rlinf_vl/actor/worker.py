@@ -39,7 +39,7 @@ class ActorRank(Rank):
     sender: Sender
 
     def __init__(self, config: Config, model_path: str, device: str, rank: int) -> None:
-        own_process(config.cluster.cpu_threads, device)
+        own_process(device)
         super().__init__(config, model_path, device, rank)
         record_spans(run_folder(config), f"actor {rank}")
 

@@ -54,6 +54,18 @@ REMOVED = {
     "algorithm.papo.kind": Removed(
         "mask", "PAPO's images are masked, as in its paper; leave it out"
     ),
+    "cluster.cpu_threads": Removed(
+        None, "an actor has 1 thread on a CPU and its share of the cores beside a GPU; leave it out"
+    ),
+    "rollout.request_timeout": Removed(
+        600.0,
+        "SGLang gives up a request after 600 s, or rollout.episode_timeout where that is longer; "
+        "set that",
+    ),
+    "rollout.agent.token_env": Removed(
+        None, "export the token as TASK_APP_TOKEN before the run's Ray starts; leave it out"
+    ),
+    "rollout.agent.processes": Removed(1, "set rollout.env_processes"),
     "rollout.sglang.attention_backend": Removed(
         None, "set rollout.sglang.server_args.attention_backend"
     ),
@@ -65,6 +77,9 @@ REMOVED = {
     ),
     "data.max_row_faults": Removed(
         3, "a row is quarantined after 3 workers that died of it; leave it out"
+    ),
+    "actor.vision_cache_gb": Removed(
+        1.0, "1 GiB of image features stays on the device, others in host memory; leave it out"
     ),
     "actor.logprob_chunk_tokens": Removed(
         None,

@@ -56,7 +56,7 @@ def check_faults(summaries: Sequence[GroupSummary]) -> str | None:
     if len(faults) > MAX_FAULTS * len(trajectories):
         raise TooManyFaults(
             f"{line}. That is more than half of the rollout. If requests are not answered in time, "
-            "raise rollout.request_timeout or lower rollout.max_running_requests; an error of the "
+            "set rollout.episode_timeout above 600 or lower rollout.max_running_requests; an error of the "
             "environment is one of the code behind rollout.env_class, or of a reward function"
         )
     return line

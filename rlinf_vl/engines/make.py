@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rlinf_vl.engines.sglang.settings import Settings
 
 log = logging.getLogger(__name__)
+#: Seconds after which SGLang gives up one request, unless an episode may take longer.
+REQUEST_TIMEOUT_S = 600.0
 
 
 def make_engine(
@@ -79,7 +81,7 @@ def make_engine(
         banned=banned,
         pixels=processor.pixels,
         image_tokens=processor.image_tokens,
-        request_timeout_s=rollout.request_timeout,
+        request_timeout_s=max(REQUEST_TIMEOUT_S, rollout.episode_timeout or 0.0),
     )
 
 
@@ -102,7 +104,6 @@ def _sglang_settings(
         tp_size=rollout.tensor_parallel_size,
         ep_size=rollout.sglang.ep_size,
         attn_dp_size=rollout.sglang.attn_dp_size,
-        cpu_threads=config.cluster.cpu_threads or 1,
         deterministic=rollout.deterministic,
         report_routes=config.actor.routing_replay != "off",
         keep_kv=rollout.kv_after_update == "keep",

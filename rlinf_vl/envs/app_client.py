@@ -48,12 +48,14 @@ class AppClient:
         timeout_s: float,
         max_reply_bytes: int,
         max_parts: int,
+        token_hint: str = "name the variable that holds it in token_env",
     ) -> None:
         """
         Args:
             token_env: name of the environment variable that holds the bearer token, or None.
             timeout_s: time for one attempt, from connecting to the last byte.
             max_reply_bytes, max_parts: bounds of a reply, and of its parts besides the JSON.
+            token_hint: what to do where the app wants a token and has none.
 
         Raises:
             ValueError: the address is invalid, or there is no usable token.
@@ -75,7 +77,7 @@ class AppClient:
             raise ValueError(f"url: {url!r} must end with a path; leave out what follows ? or #")
         self.url = str(address).rstrip("/")
         self._token_env, self._token = token_env, _token(token_env)
-        self._timeout_s = timeout_s
+        self._token_hint, self._timeout_s = token_hint, timeout_s
         self._max_bytes, self._max_parts = max_reply_bytes, max_parts
         self._client: httpx.AsyncClient | None = None
 
@@ -173,11 +175,7 @@ class AppClient:
     def _refusal(self, path: str, status: int, headers: httpx.Headers, data: bytes) -> str:
         """Return the message for a status other than 200."""
         if status in (401, 403):
-            hint = (
-                f"is that in {self._token_env} right?"
-                if self._token_env
-                else "name the variable that holds it in token_env"
-            )
+            hint = f"is that in {self._token_env} right?" if self._token_env else self._token_hint
             return f"status {status}: it wants another token; {hint}"
         if 300 <= status < 400:
             return f"status {status}: it redirects to {self._safe(headers.get('location', ''))}, and no redirect is followed"

@@ -12,6 +12,9 @@ import torch
 
 from rlinf_vl.models.family import VisionFeatures
 
+#: Bytes of features that a trainer keeps on its device.
+TRAINER_BYTES = 2**30
+
 
 class VisionCache:
     """Features by content hash. Call `clear` when the tower changes."""

@@ -402,7 +402,7 @@ def _actor_environment(cluster: ClusterConfig, broadcasts: bool = True) -> dict[
     # SGLang turns both off in its processes unless they are set. The members of a group must agree;
     # by themselves, ranks are quicker with both on.
     group_settings = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE") if broadcasts else ()
-    threads = str(cluster.cpu_threads or 1)  # beside GPUs, `ray_process.own_process` sets more
+    threads = "1"  # beside GPUs, `ray_process.own_process` sets more
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

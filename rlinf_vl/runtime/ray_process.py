@@ -72,20 +72,18 @@ def see_gpus(further_gpus: Sequence[int | str] = ()) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, [*ray.get_gpu_ids(), *further_gpus]))
 
 
-def own_process(
-    cpu_threads: int | None, device: str, further_gpus: Sequence[int | str] = ()
-) -> None:
+def own_process(device: str, further_gpus: Sequence[int | str] = ()) -> None:
     """Set up an actor's process, before it or a child of it touches a GPU.
 
-    It gets its number of threads (`cluster.cpu_threads`), its GPUs (`see_gpus`), and the network
-    interface of its node's address.
+    It gets its threads (one on a CPU, `threads_beside` a GPU), its GPUs (`see_gpus`), and the
+    network interface of its node's address.
     """
     import torch
 
     if device == "cuda":
         see_gpus(further_gpus)
-    threads = cpu_threads or 1
-    if cpu_threads is None and device == "cuda":
+    threads = 1
+    if device == "cuda":
         node = ray.get_runtime_context().get_node_id()
         (gpus,) = (n["Resources"].get("GPU", 1) for n in ray.nodes() if n["NodeID"] == node)
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))

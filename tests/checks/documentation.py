@@ -27,7 +27,7 @@ LOADED = re.compile(
 GIB_TOLERANCE, RESPONSES_TOLERANCE = 0.3, 2
 #: Config and overrides that all rows of docs/one-small-gpu.md share.
 SMALL_GPU_CONFIG = "qwen3-vl-2b-grpo-lora-geo3k"
-SMALL_GPU_OVERRIDES = ("actor.vision_cache_gb=1", "runner.max_tokens_per_mbs=8192")
+SMALL_GPU_OVERRIDES = ("runner.max_tokens_per_mbs=8192",)
 
 
 def phase_gib(counted: Ledger, phase: str) -> float:

@@ -172,10 +172,6 @@ class ActorConfig:
     share_prompts: bool = True
     """A group's prompt stands once in a micro-batch, for all its responses; false repeats it for
     each. The loss is the same."""
-    vision_cache_gb: float = key(1.0, NOT_NEGATIVE)
-    """Image features of a frozen vision tower kept on the device, in GiB; what a step needs beyond
-    that is kept in host memory. Each image is then encoded once per step at most, and again only
-    after its features had to go."""
     context_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share each micro-batch's tokens, for trajectories too long for one rank's memory:
     each has a part of the tokens, and in attention a part of the heads. Divides the ranks of actor

@@ -85,12 +85,8 @@ class AgentConfig:
     argument that names a file is made absolute, as each process has a folder of its own."""
     app: str | None = None
     """The same as a task app's address, such as http://localhost:8000: it gets each trajectory's task
-    and the endpoint in one request, and replies with the result (docs/remote.md, protocol 2)."""
-    token_env: str | None = None
-    """Name of the environment variable that holds the app's bearer token; null for none."""
-    processes: int = key(1, AT_LEAST_1)
-    """Processes beside each worker that run the function; each runs many agents at a time. With
-    cluster.backend=local it runs in the one process of the run."""
+    and the endpoint in one request, and replies with the result (docs/remote.md, protocol 2). The
+    environment variable TASK_APP_TOKEN holds its bearer token, if it wants one."""
     max_calls: int = key(1000, AT_LEAST_1)
     """Most calls of a trajectory; a further one is refused. rollout.max_turns counts, too."""
     max_concurrent: int | None = key(64, AT_LEAST_1)
@@ -117,8 +113,6 @@ class RolloutConfig:
     deterministic: bool = False
     """SGLang's batch-invariant kernels (CUDA only): a sample depends on its prompt and seed alone,
     at about a third of the speed."""
-    request_timeout: float = key(600.0, POSITIVE)
-    """Seconds after which SGLang gives up one request; it is then an error of its group."""
     weight_sync: str = key("auto", ("auto", *STRATEGIES), _WEIGHT_SYNC_SUMMARIES)
     """How weights reach the engines. auto: the first of the others that suits the placement."""
     kv_after_update: str = key("recompute", ("recompute", "keep"))
@@ -161,13 +155,15 @@ class RolloutConfig:
     env_processes: int = key(0, NOT_NEGATIVE)
     """Processes beside each worker in which its environments run, so that a crash of one ends its
     process and not the engine; 0: in the worker. single_turn, and all with cluster.backend=local,
-    stay in it."""
+    stay in it. An agent's function runs in as many, one at least; each runs many agents at a
+    time."""
     turn_timeout: float = key(60.0, POSITIVE)
     """Seconds that an environment has for one call (start, step, close). One that takes longer is
     an error of its trajectory."""
     episode_timeout: float | None = key(None, POSITIVE)
     """Seconds that an episode may take, waiting for the engine included, the start of its
-    environment's process not; one that takes longer is an error. null: no limit."""
+    environment's process not; one that takes longer is an error. null: no limit. SGLang gives up
+    one request after as many, but not before 600."""
     faults: str = key("mask", ("mask", "penalize"))
     """Treatment of a trajectory whose environment failed or ran out of time. mask: it is left out,
     also of its group's baseline. Longer episodes fail more often, so this favours short ones.

@@ -49,9 +49,6 @@ class ClusterConfig:
     go on from the last checkpoint, and take the others back the next time that ranks start."""
     device: str = key("auto", ("auto", "cpu", "cuda"))
     """auto, cpu or cuda."""
-    cpu_threads: int | None = key(None, AT_LEAST_1)
-    """Threads of every actor process (OMP_NUM_THREADS, and those of torch); null: 1 on CPUs, and
-    beside GPUs a fair share of the host's cores, half a GPU's each, 16 at most."""
     ray_address: str | None = "auto"
     """host:port of a running Ray cluster; `auto` is RAY_ADDRESS if set, else the cluster that
     ray_utils/start_ray.sh started on this node, else a private one for this run; null is always

@@ -132,8 +132,8 @@ def settled_process(config: Config) -> Iterator[str]:
         del os.environ["PYTHONBREAKPOINT"]
     n_threads = torch.get_num_threads()
     # As in the processes of a run with Ray: the last digits of a sum depend on it.
-    if device == "cpu" or config.cluster.cpu_threads:
-        torch.set_num_threads(config.cluster.cpu_threads or 1)
+    if device == "cpu":
+        torch.set_num_threads(1)
     try:
         yield device
     finally:

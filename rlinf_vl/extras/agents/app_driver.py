@@ -3,6 +3,7 @@
 docs/remote.md has the protocol, examples/task_app/ a server.
 """
 
+import os
 import secrets
 import socket
 from contextlib import suppress
@@ -18,10 +19,20 @@ from rlinf_vl.extras.agents.drivers import AgentFailed
 PROTOCOL = 2
 #: Most bytes of a reply: a result has numbers and a text.
 MAX_REPLY = 2**20
+#: Environment variable with the app's bearer token, for one that wants a token.
+TOKEN_ENV = "TASK_APP_TOKEN"
 #: Seconds for which a request is repeated while the app can't be reached.
 RETRY_S = 30.0
 #: Fields of protocol 1's `info` that say something of one turn.
 FACTS_OF_A_TURN = ("state", "tool_calls")
+
+
+def agents_app(url: str, timeout_s: float) -> AppClient:
+    """Return the client of an agent's app. Raises ValueError: the address or the token is
+    invalid."""
+    token_env = TOKEN_ENV if os.environ.get(TOKEN_ENV) else None
+    hint = f"export {TOKEN_ENV} with it, on every machine before its Ray starts"
+    return AppClient(url, token_env, timeout_s, MAX_REPLY, 0, hint)
 
 
 class AppDriver:
@@ -34,21 +45,19 @@ class AppDriver:
     def __init__(
         self,
         url: str,
-        token_env: str | None,
         timeout_s: float,
         reward_bounds: tuple[float, float] = (0.0, 1.0),
     ) -> None:
         """
         Args:
             url: the app's address.
-            token_env: name of the environment variable that holds the app's bearer token, or None.
             reward_bounds: the least and the largest reward.
 
         Raises:
             ValueError: the address is invalid, or there is no usable token.
         """
         self.timeout_s = timeout_s
-        self._app = AppClient(url, token_env, timeout_s, MAX_REPLY, 0)
+        self._app = agents_app(url, timeout_s)
         self._reward_min, self._reward_max = reward_bounds
         self._is_open = False
 

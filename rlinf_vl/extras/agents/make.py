@@ -35,7 +35,7 @@ def make_player(
         from rlinf_vl.extras.agents.app_driver import AppDriver, address_towards
 
         # An app may be on another machine, and calls the policy from there.
-        driver = AppDriver(agent.app, agent.token_env, agent.timeout, bounds)
+        driver = AppDriver(agent.app, agent.timeout, bounds)
         host = address_towards(agent.app)
     elif agent.command:
         driver = CommandDriver(agent.command, agent.timeout, agent.memory_gb)
@@ -45,7 +45,8 @@ def make_player(
             # In this process, for breakpoints.
             driver = FunctionDriver(function, files, ThreadExecutor(agent.timeout))
         else:
-            driver = ProcessFunctionDriver(function, files, agent.timeout, agent.processes)
+            processes = max(1, config.rollout.env_processes)
+            driver = ProcessFunctionDriver(function, files, agent.timeout, processes)
     max_calls = min(agent.max_calls, config.rollout.max_turns or agent.max_calls)
     limits = AgentLimits(
         max_calls, config.runner.seq_length, agent.allow_sampling, video=config.data.video

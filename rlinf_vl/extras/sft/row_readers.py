@@ -32,7 +32,7 @@ class RowReader:
 
     def __init__(self, config: Config, model_path: str, number: int) -> None:
         record_spans(run_folder(config), f"reader {number}")
-        own_process(config.cluster.cpu_threads, "cpu")
+        own_process("cpu")
         # It imports transformers, which the controller, where this class is named, need not.
         with quick_imports():
             from rlinf_vl.extras.sft.demonstrations import Demonstrations

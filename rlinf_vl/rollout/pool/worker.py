@@ -57,7 +57,7 @@ class RolloutRank(GroupSampler, BatchStream):
         logging.getLogger("ray._raylet").setLevel(logging.CRITICAL)
         # Before anything that takes time, so that it stands in the timeline.
         record_spans(run_folder(config), f"rollout {number}")
-        own_process(config.cluster.cpu_threads, device, list(chain.from_iterable(further_gpus)))
+        own_process(device, list(chain.from_iterable(further_gpus)))
         with quick_imports():
             from rlinf_vl.rollout.episode.env_makers import scorer_of
         self.store = GroupStore()

@@ -236,12 +236,11 @@ def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[F
         yield line("slots", f"{slots * nodes} with cluster.num_nodes {nodes}", error, status)
         return
     ranks, engines = -(-len(placement.actor) // nodes), -(-len(placement.rollout) // nodes)
-    threads = (ranks + engines) * (config.cluster.cpu_threads or 1)
-    finding = f"{machine.cores} for {ranks + engines} actors and {threads} of their threads (cluster.cpu_threads)"
+    finding = f"{machine.cores} for {ranks + engines} actors"
     yield line(
         "cores",
         finding,
-        threads > machine.cores and "actors take turns; take more cores or fewer slots",
+        ranks + engines > machine.cores and "actors take turns; take more cores or fewer slots",
         "warn",
     )
     if weights:

@@ -282,10 +282,10 @@ def _agent(config: Config) -> Iterator[str]:
             "install it"
         )
     elif agent.app is not None and gpus.is_private(config):
-        from rlinf_vl.envs.app_client import AppClient
+        from rlinf_vl.extras.agents.app_driver import agents_app
 
         try:
-            AppClient(agent.app, agent.token_env, agent.timeout, max_reply_bytes=1, max_parts=0)
+            agents_app(agent.app, agent.timeout)
         except ValueError as error:
             yield f"rollout.agent.app: {error}"
 

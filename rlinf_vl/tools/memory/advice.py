@@ -62,7 +62,6 @@ NO_EXPERTS = Change("actor.model.lora.exclude_modules", [".*experts.*"])
 MEMORY_CHANGES = [
     Change("rollout.gpu_memory_utilization", "auto"),
     Change(BUDGET, None),  # the largest that fits
-    Change("actor.vision_cache_gb", 1.0),
     Change("actor.enable_offload", True),
     Change("actor.fsdp_config.gradient_checkpointing", "full"),
     Change("actor.fsdp_config.reshard_after_forward", True),

@@ -10,6 +10,7 @@ import math
 from rlinf_vl.config.schema import Config
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.nf4 import BITS
+from rlinf_vl.models.vision_cache import TRAINER_BYTES
 from rlinf_vl.tools.memory.model import EXPERT_IMBALANCE, Model, expert_parallel_size
 from rlinf_vl.weights.strategy import Strategy
 
@@ -84,7 +85,7 @@ def rank_parts(
         "allocator": RESIDUE_BYTES,
     }
     n_caches = _has_frozen_tower(model) + sum(teacher.tower > 0 for teacher in model.teachers)
-    cache = {"vision cache": n_caches * int(actor.vision_cache_gb * GIB)}
+    cache = {"vision cache": n_caches * TRAINER_BYTES}
     training = process_parts | shards | optimizer | cache
     resident = {} if actor.enable_offload else shards | optimizer
     # Before the images': it refuses a budget that is too large to be traced.

@@ -49,7 +49,7 @@ def outcome(monkeypatch, processor, url, seeds, token=TOKEN):
     monkeypatch.setenv("TASK_APP_TOKEN", token)
     engine = Scripted(processor, ["18"])
     client = GenerationClient(engine, Renderer(processor), 30.0)
-    driver = AppDriver(url, "TASK_APP_TOKEN", 30.0, (-0.5, 1.0))
+    driver = AppDriver(url, 30.0, (-0.5, 1.0))
     settings = EpisodeSettings(max_concurrent=16)
     limits = AgentLimits(200, 10**6)
     player = AgentPlayer(client, settings, driver, limits, (-0.5, 1.0), host=address_towards(url))
@@ -136,7 +136,7 @@ def test_the_way_to_an_app_is_that_of_an_address_that_can_be_reached(monkeypatch
 def test_an_app_here_reaches_the_endpoint_here_only():
     assert address_towards("http://localhost:8000") == "127.0.0.1"
     with pytest.raises(ValueError, match="is no address of an app"):
-        AppDriver("tasks.example.org", None, 1.0)
+        AppDriver("tasks.example.org", 1.0)
 
 
 def test_two_hundred_rollouts_of_one_app_run_at_once():

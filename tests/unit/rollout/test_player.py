@@ -331,7 +331,7 @@ def test_the_engines_failure_is_not_the_rows(processor, env_class, tmp_path):
         metrics["rollout/env_errors"],
     ) == (4, 4, 0)
     with pytest.raises(
-        TooManyFaults, match=r"4 of 4 .*4 × engine: TimeoutError.*rollout\.request_timeout"
+        TooManyFaults, match=r"4 of 4 .*4 × engine: TimeoutError.*rollout\.episode_timeout"
     ):
         check_faults([summary])
     assert closed_once(env_class, 4)
