@@ -30,7 +30,7 @@ from rlinf_vl.config.keys import config_keys, config_sections, set_key, suggesti
 from rlinf_vl.config.overrides import apply_overrides, leaves
 from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.presets import with_presets
-from rlinf_vl.config.removed import REMOVED
+from rlinf_vl.config.removed import REMOVED, move_server_args
 from rlinf_vl.config.schema import SCHEMA_NAME, Config
 from rlinf_vl.config.schema.guidance import SELF
 from rlinf_vl.config.schema.limits import OrCode
@@ -100,7 +100,9 @@ def parse_config(config_name: str, overrides: Sequence[str | tuple[str, Any]] = 
     typed = OmegaConf.structured(Config)
     # One error lists the problems of overrides and of values, so that a user mends the command
     # once.
-    problems = [*apply_overrides(written, overrides), *_fill(typed, written)]
+    problems = apply_overrides(written, overrides)
+    move_server_args(written)
+    problems += _fill(typed, written)
     if problems:
         raise ConfigError(*problems)
     config = OmegaConf.to_object(typed)

@@ -2,6 +2,7 @@
 
 A config of an older version may still have them, a run's `config.yaml` all of them. At its former
 default a key says nothing and is passed over; another value is refused, since it would do nothing.
+Those of SGLang's arguments are moved to where they belong now.
 """
 
 from typing import Any, NamedTuple
@@ -95,3 +96,19 @@ REMOVED = {
         4, "functions of yours have up to 4 processes per rollout worker; leave it out"
     ),
 }
+
+#: Former key → the entry of `rollout.sglang.server_args` that has its value now.
+SERVER_ARGS = {
+    f"rollout.sglang.{name}": name
+    for name in ("attention_backend", "log_level", "ep_size", "attn_dp_size")
+}
+
+
+def move_server_args(written: dict[str, Any]) -> None:
+    """Move values of former keys to `rollout.sglang.server_args`, in place; an entry that is there
+    stays."""
+    for key, name in SERVER_ARGS.items():
+        value = written.pop(key, REMOVED[key].default)
+        if value != REMOVED[key].default:
+            entries = written.get("rollout.sglang.server_args") or {}
+            written["rollout.sglang.server_args"] = {name: value} | entries
