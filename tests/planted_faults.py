@@ -392,7 +392,7 @@ FAULTS = (
         page="reliability",
         promise="A row that kills workers is answered alone, then quarantined.",
         place="Quarantine.must_be_alone",
-        old="self._deaths[task.split, task.row] == self._max_deaths - 1",
+        old="self._deaths[task.split, task.row] == MAX_ROW_DEATHS - 1",
         new="False",
         tests=("tests/unit/rollout/test_supervisor.py",),
     ),
