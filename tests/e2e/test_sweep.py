@@ -76,11 +76,11 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stood(tmp_path, rows):
     assert (good[0] / "metrics.jsonl").stat().st_mtime_ns == untouched
     assert f"{good[0].name}\n" not in output.split("runs are done", 1)[1]
     # Side by side, each run has its output in a file of its own.
-    assert "step 2/2" in (folder / f"{good[1].name}.log").read_text()
+    assert "step 4/4" in (folder / f"{good[1].name}.log").read_text()
     steps = [
         json.loads(line)["step"] for line in (good[1] / "metrics.jsonl").read_text().splitlines()
     ]
-    assert steps == [1, 2]  # the run went on, or began again; no step is there twice
+    assert steps == [1, 2, 3, 4]  # the run went on, or began again; no step is there twice
     axes, members = read_sweep(folder)
     assert axes == ["actor.optim.lr", "runner.seed"]
     assert [m.state for m in members] == ["done", "failed", "done", "failed"]
