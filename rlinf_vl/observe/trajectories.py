@@ -74,7 +74,7 @@ class TrajectoryStore:
         run_dir: Path,
         model_path: str,
         image_token: str | int,
-        max_bytes: int,
+        max_bytes: float,
         video_id: int | None = None,
     ) -> None:
         """Open the folders of a run.
