@@ -11,6 +11,10 @@ from rlinf_vl.runtime.gpu_kinds import GPU_KINDS
 from rlinf_vl.runtime.run_code import OPTION
 
 
+def add_json(argument: Any) -> None:
+    argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
+
+
 def check_env(argument: Any) -> None:
     argument(
         "env_class",
@@ -46,10 +50,6 @@ def check_env(argument: Any) -> None:
         help="for one call of an environment, or for one agent (default 60)",
     )
     add_json(argument)
-
-
-def add_json(argument: Any) -> None:
-    argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
 
 
 def check_reward(argument: Any) -> None:

@@ -58,9 +58,10 @@ def config_sections() -> dict[str, tuple[str, ...]]:
 def suggestion(key: str) -> str:
     """Return a hint for a dotted name that isn't a key, such as " did you mean 'runner.seed'?".
 
-    A removed key gets its own hint. Candidates, in this order: a key of another system with this name, the same leaf in other
-    sections, a key of another system with a similar name, similar names, similar leaves. Without a
-    candidate the hint lists the keys of the section, or the sections.
+    A removed key has a hint of its own. Candidates, in this order: a key of another system with
+    this name, the same leaf in other sections, a key of another system with a similar name, similar
+    names, similar leaves. Without a candidate the hint lists the keys of the section, or the
+    sections.
     """
     if key in REMOVED:
         return f" it is no longer read: {REMOVED[key].hint}"

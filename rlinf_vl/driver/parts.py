@@ -23,7 +23,7 @@ from rlinf_vl.controller.recorder import Writer
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.shared_gpu import SharedGpu
 from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home
-from rlinf_vl.runtime.stop_request import StopRequest
+from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Parts(ABC):
         self.progress, self.stop = progress, stop
         self.home = checkpoint_home(config, run_dir)
         self._stack = ExitStack()
+        self._ends: list[Callable[[], None]] = []
         self._start_time = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -78,6 +79,39 @@ class Parts(ABC):
         start_writer = partial(writer, self.config, self.run_dir, self.model_path)
         self.log = RunLog(self.config, self.run_dir, start_writer, self.progress)
         self._stack.callback(self.log.close)
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        """Call `end` when the run has come to its end, and not after an error."""
+        self._ends.append(end)
+
+    def train_to_end(self, run: Run, total_steps: int, start: Folder | None) -> dict[str, float]:
+        """Load the policy, call `run`, write the last trajectories, and end all parts in order.
+
+        Args:
+            run: called again where ranks were lost and have been started again; `learner` and
+                `sync` are the new ones then.
+            start: the checkpoint that the run is resumed from.
+
+        Raises:
+            Interrupted: as `run`, when all parts have ended.
+            TooManyRestarts: ranks were lost again and again.
+        """
+        try:
+            metrics = self._train(run, total_steps, start)
+        except Interrupted:
+            self.finish()
+            raise
+        self.finish()
+        return metrics
+
+    def finish(self) -> None:
+        """Write the last trajectories, and end all parts in order."""
+        recorded = self.log.recorder.close()
+        for end in self._ends:
+            end()
+        if self.pool is not None:
+            self.pool.release(recorded)
+        self.end()
 
     def _report_start(self, total_steps: int) -> None:
         seconds = time.monotonic() - self._start_time
@@ -113,22 +147,8 @@ class Parts(ABC):
         """Load the policy, on the GPUs that the engines leave to it, for a run of `total_steps`."""
 
     @abstractmethod
-    def at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` when the run has come to its end."""
-
-    @abstractmethod
-    def train_to_end(self, run: Run, total_steps: int, start: Folder | None) -> dict[str, float]:
-        """Load the policy, call `run`, write the last trajectories, and end all parts in order.
-
-        Args:
-            run: called again where ranks were lost and have been started again; `learner` and
-                `sync` are the new ones then.
-            start: the checkpoint that the run is resumed from.
-
-        Raises:
-            Interrupted: as `run`, when all parts have ended.
-            TooManyRestarts: ranks were lost again and again.
-        """
+    def _train(self, run: Run, total_steps: int, start: Folder | None) -> dict[str, float]:
+        """Load the policy and call `run`, as `train_to_end` says."""
 
     @abstractmethod
     def score_at(self, minibatch: Sequence[Any], temperature: float) -> Scores:

@@ -1,7 +1,7 @@
 """The parts of a run on Ray: workers, ranks and writers are actors, and ranks that are lost are started
 again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rlinf_vl.rollout.pool.pool import RolloutPool
 from rlinf_vl.runtime.checkpoints import Folder
 from rlinf_vl.runtime.launch import Reservation
 from rlinf_vl.runtime.ray_process import ActorsLost
-from rlinf_vl.runtime.stop_request import Interrupted, StopRequest
+from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.weights import FALLBACK
 from rlinf_vl.weights.strategy import Site, Strategy, choose_strategy, strategy_named
 
@@ -42,7 +42,6 @@ class RayParts(Parts):
         super().__init__(config, model_path, run_dir, progress, stop)
         self.device, self.n_ranks = reservation.device, len(reservation.actor)
         self._reservation = reservation
-        self._ends: list[Callable[[], None]] = []
         self._sync: WeightSync | None = None
         self._open_log(RemoteWriter)
 
@@ -104,26 +103,7 @@ class RayParts(Parts):
             sends_frozen=self.gpu.loses_weights,
         )
 
-    def at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` when the run has come to its end; after an error processes end with Ray."""
-        self._ends.append(end)
-
-    def train_to_end(self, run: Run, total_steps: int, start: Folder | None) -> dict[str, float]:
-        outcome = self._train(run, total_steps, start)
-        recorded = self.log.recorder.close()
-        for end in self._ends:
-            end()
-        if self.pool is not None:
-            self.pool.release(recorded)
-        self.end()
-        if isinstance(outcome, Interrupted):
-            raise outcome
-        return outcome
-
-    def _train(
-        self, run: Run, total_steps: int, start: Folder | None
-    ) -> dict[str, float] | Interrupted:
-        """Call `run`, again whenever ranks were lost; returns the last metrics, or why it stopped."""
+    def _train(self, run: Run, total_steps: int, start: Folder | None) -> dict[str, float]:
         restarts = Restarts(self.home, start, self.log)
         lost: ActorsLost | None = None
         while True:
@@ -138,8 +118,6 @@ class RayParts(Parts):
                 return run()
             except ActorsLost as error:
                 lost = error
-            except Interrupted as request:
-                return request
 
     def _replace_learner(self, restarts: Restarts, lost: ActorsLost) -> None:
         """Start all ranks again; they will load the newest checkpoint."""

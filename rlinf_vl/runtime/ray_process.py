@@ -80,10 +80,9 @@ def own_process(device: str, further_gpus: Sequence[int | str] = ()) -> None:
     """
     import torch
 
-    if device == "cuda":
-        see_gpus(further_gpus)
     threads = 1
     if device == "cuda":
+        see_gpus(further_gpus)
         node = ray.get_runtime_context().get_node_id()
         (gpus,) = (n["Resources"].get("GPU", 1) for n in ray.nodes() if n["NodeID"] == node)
         threads = threads_beside(len(os.sched_getaffinity(0)), int(gpus))

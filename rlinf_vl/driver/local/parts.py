@@ -18,7 +18,6 @@ from rlinf_vl.driver.local.learner import LocalLearner, LocalSync
 from rlinf_vl.driver.local.pool import LocalPool
 from rlinf_vl.driver.parts import Parts, Run, Scores
 from rlinf_vl.runtime.checkpoints import Folder
-from rlinf_vl.runtime.stop_request import Interrupted
 
 logger = logging.getLogger(__name__)
 
@@ -63,22 +62,16 @@ class LocalParts(Parts):
             self.sync = LocalSync(self.config, self.learner, self.pool.engine)
 
     def at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` when the context ends."""
+        """Call `end` when the context ends, after an error, too: this process goes on."""
         self._stack.callback(end)
 
-    def train_to_end(self, run: Run, total_steps: int, start: Folder | None) -> dict[str, float]:
+    def _train(self, run: Run, total_steps: int, start: Folder | None) -> dict[str, float]:
         self.progress.phase("loading the policy")
         self.connect(total_steps)
         logger.info("what is trained:\n%s", self.learner.table)
         self._stop_gracefully()
         self._report_start(total_steps)
-        try:
-            metrics = run()
-        except Interrupted:
-            self.log.recorder.close()
-            raise
-        self.log.recorder.close()
-        return metrics
+        return run()
 
     def score_at(self, minibatch: Sequence[Any], temperature: float) -> Scores:
         return self.learner.rank.score_at(minibatch, temperature)

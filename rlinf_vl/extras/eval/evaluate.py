@@ -136,8 +136,7 @@ def evaluate(
     with write_aside(run_dir / "eval.json") as file:
         file.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     pool.release(log.end_step(0, _metrics(figures)))
-    pool.release(log.recorder.close())
-    parts.end()
+    parts.finish()
     return figures
 
 

@@ -13,8 +13,8 @@ MAX_ROW_DEATHS = 3
 class Quarantine:
     """The number of successive worker deaths of each row that they happened on.
 
-    A row with `MAX_ROW_DEATHS` - 1 of them is answered by a worker that has nothing else to do. If that
-    one dies as well, the row is to blame and quarantined: its groups are made without answers.
+    A row with `MAX_ROW_DEATHS` - 1 of them is answered by a worker that has nothing else to do. If
+    that one dies as well, the row is to blame and quarantined: its groups are made without answers.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from rlinf_vl.rollout.episode.env_executor import CallTimeout, ThreadExecutor
 from rlinf_vl.rollout.episode.observation import observe, plain_result
 from rlinf_vl.rollout.episode.row_check import without_reference
 from rlinf_vl.tools.check.arguments import FORM_KEYS, parsed_overrides, problems_of
-from rlinf_vl.tools.check.findings import ContractCheck, Finding, unpaid_lines
+from rlinf_vl.tools.check.findings import ContractCheck, unpaid_lines
 from rlinf_vl.tools.check.policies import policies_for, scripts_of
 from rlinf_vl.types import ROLES, Message, Problem
 from rlinf_vl.user_code import CodeError
@@ -337,10 +337,7 @@ class Check(ContractCheck):
             duration_s = time.monotonic() - start_time
             self.seconds[name] = max(self.seconds.get(name, 0.0), duration_s)
 
-    def figures(self) -> Iterator[Finding]:
-        yield from map(self._seen, self._lines())
-
-    def _lines(self) -> Iterator[str]:
+    def figures(self) -> Iterator[str]:
         turns, rewards = self.turns, self.rewards
         yield f"{len(turns)} episodes played to their end, {sum(turns)} turns"
         if turns:

@@ -4,7 +4,7 @@ import json
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -45,7 +45,8 @@ def conclude(findings: Sequence[Finding], text: str, file: Path | None, verdict:
             "findings": [finding._asdict() for finding in findings],
         }
         with write_aside(file, durable=False) as aside:
-            aside.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+            # In ASCII: messages of users' code may have lone surrogates, which UTF-8 refuses.
+            aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(not passed)
 
 
@@ -92,21 +93,31 @@ class ContractCheck(ABC):
         return f" ({frame.filename}, line {frame.lineno})"
 
     @abstractmethod
-    def figures(self) -> Iterator[Finding]:
-        """Yield what was seen, problems aside."""
+    def figures(self) -> Iterator[str]:
+        """Yield the lines on what was seen, warnings and problems aside."""
 
-    def _seen(self, text: str, status: Status = "note") -> Finding:
-        return Finding(status, self.name, text)
+    def warnings(self) -> Iterator[str]:
+        """Yield what is worth a look."""
+        yield from ()
 
     def findings(self) -> list[Finding]:
-        """Return the figures, and a failure for each kind of problem."""
-        return [*self.figures(), *self._failures()]
+        """Return a note for each figure, the warnings, and a failure for each kind of problem."""
+        texts_by_status: dict[Status, Iterable[str]] = {
+            "note": self.figures(),
+            "warn": dict.fromkeys(self.warnings()),
+            "fail": self._failures(),
+        }
+        return [
+            Finding(status, self.name, text)
+            for status, texts in texts_by_status.items()
+            for text in texts
+        ]
 
-    def _failures(self) -> Iterator[Finding]:
+    def _failures(self) -> Iterator[str]:
         for problem, calls in self.problems.values():
             repeats = f", and {len(calls) - 1} more" if len(calls) > 1 else ""
             place = f" [{calls[0]}{repeats}]" if calls[0] + repeats else ""
-            yield self._seen(f"{problem}{place}", "fail")
+            yield f"{problem}{place}"
 
     def verdict(self) -> str:
         """Return the last line of the report."""

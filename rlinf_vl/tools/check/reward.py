@@ -36,7 +36,7 @@ from rlinf_vl.tools.check.arguments import (
     parsed_overrides,
     spread_problems,
 )
-from rlinf_vl.tools.check.findings import ContractCheck, Finding
+from rlinf_vl.tools.check.findings import ContractCheck
 from rlinf_vl.tools.check.policies import HOSTILE
 from rlinf_vl.tools.check.rehearsal import reference_of
 from rlinf_vl.types import Problem
@@ -274,16 +274,14 @@ class RewardCheck(ContractCheck):
         values = [value for value in self.paid.get(kind, ()) if value is not None]
         return sum(values) / len(values) if values else -math.inf
 
-    def figures(self) -> Iterator[Finding]:
-        yield from map(self._seen, self._table())
-        yield self._seen(f"slowest answer: {self.seconds[0]:.2g} s ({self.seconds[1]})")
+    def figures(self) -> Iterator[str]:
+        yield from self._table()
+        yield f"slowest answer: {self.seconds[0]:.2g} s ({self.seconds[1]})"
         if self.unread_forms:
-            yield self._seen(
+            yield (
                 f"it pays less for {', '.join(map(repr, self.unread_forms))}: ask for the form that "
                 "it reads in data.prompt_suffix"
             )
-        for note in dict.fromkeys(self._warnings()):
-            yield self._seen(note, "warn")
 
     def _table(self) -> Iterator[str]:
         """Yield the lines of the table of scores."""
@@ -300,8 +298,7 @@ class RewardCheck(ContractCheck):
             cells = " ".join(f"{_number(value):>6}" for value in _cells(values, is_short))
             yield f"{kind:<{width}}  {cells}{reason}".rstrip()
 
-    def _warnings(self) -> Iterator[str]:
-        """Yield what is worth a look."""
+    def warnings(self) -> Iterator[str]:
         if self.seconds[0] > SLOW_S:
             yield f"an answer took over {SLOW_S:g} s; a step of training waits for its slowest answer"
         yield from self.notes

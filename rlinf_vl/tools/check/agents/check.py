@@ -30,7 +30,7 @@ from rlinf_vl.tools.check.agents.observed import (
     ObservedEndpoint,
 )
 from rlinf_vl.tools.check.agents.scripted_policy import ScriptedEngine, scripted_processor
-from rlinf_vl.tools.check.findings import ContractCheck, Finding, unpaid_lines
+from rlinf_vl.tools.check.findings import ContractCheck, unpaid_lines
 from rlinf_vl.tools.check.policies import policies_for
 from rlinf_vl.types import ENVIRONMENT_FAULT, Problem, Request, SamplingParams, Trajectory
 
@@ -298,10 +298,7 @@ class AgentCheck(ContractCheck):
         elif several and not any(values["agent/resumed_share"] for values in metrics):
             self.notes.append("no call continues an earlier one: each is a conversation by itself")
 
-    def figures(self) -> Iterator[Finding]:
-        yield from map(self._seen, self._lines())
-
-    def _lines(self) -> Iterator[str]:
+    def figures(self) -> Iterator[str]:
         # Figures of those that ended well only: the others are told as problems.
         ended = [e for e in self.episodes if e.trajectory.error is None]
         calls = [episode.calls for episode in ended]
