@@ -20,7 +20,7 @@ from tiny import (
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from rlinf_vl.config.schema import LoraConfig
-from rlinf_vl.data.corruption import Corruption
+from rlinf_vl.data.views import Mask
 
 LR = 0.05
 LONGEST = 24  # sampled tokens of a trajectory
@@ -342,7 +342,7 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         for label, seed in TEACHER_SEEDS.items()
         if layout.teacher
     }
-    hide = Corruption("mask", 0.5)
+    hide = Mask(0.5)
     hidden = {
         g.id: g.with_images({image.hash: hide(image, MASK_SEED) for image, _ in g.images})
         for g in groups

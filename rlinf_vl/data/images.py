@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from rlinf_vl.data.clips import clip_of, clip_ref, is_clip
+from rlinf_vl.data.clips import clip_of, is_clip
 from rlinf_vl.data.fetch import fetch
 from rlinf_vl.data.local_files import decode_base64, decode_data_uri, file_inside, unreadable
 from rlinf_vl.data.unusable import ImageError, shorten
@@ -149,17 +149,6 @@ def image_size(ref: ImageRef) -> tuple[int, int]:
     image, orientation = _open(ref.data)
     # Orientations 5 … 8 swap the sides; Pillow's size is (width, height).
     return image.size if 5 <= orientation <= 8 else (image.height, image.width)
-
-
-def blank_like(ref: ImageRef) -> ImageRef:
-    """Return a uniform mid-grey PNG of the same (upright) size; of a clip, one with such frames at
-    the same times."""
-    height, width = image_size(ref)
-    png = encode_png(Image.new("RGB", (width, height), (128, 128, 128)))
-    if is_clip(ref):
-        timestamps = clip_of(ref).timestamps
-        return clip_ref([png] * len(timestamps), timestamps)
-    return ImageRef.of(png)
 
 
 def _open(data: bytes | memoryview) -> tuple[Image.Image, int]:

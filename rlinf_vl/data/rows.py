@@ -15,7 +15,7 @@ import numpy as np
 from rlinf_vl.config.parts import load_part
 from rlinf_vl.data.answers import answer_text
 from rlinf_vl.data.formats import RowFormat
-from rlinf_vl.data.images import blank_like, image_values, to_image_ref
+from rlinf_vl.data.images import image_values, to_image_ref
 from rlinf_vl.data.unusable import (
     ANSWER_UNUSABLE,
     ENVIRONMENT_UNUSABLE,
@@ -24,6 +24,7 @@ from rlinf_vl.data.unusable import (
     RowError,
     shorten,
 )
+from rlinf_vl.data.views import blank
 from rlinf_vl.types import ImageRef, Message, Problem
 
 log = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ def _put_refs(
             place = f"{form.prompt_key!r}, {_noun(part['type'])} {i}"
             part["ref"] = ref_of(part["type"], part.pop("value"), place)
         if form.blank_images:
-            part["ref"] = blank_like(part["ref"])
+            part["ref"] = blank(part["ref"])
         part[part["type"]] = {"url": part["ref"].url}
 
 

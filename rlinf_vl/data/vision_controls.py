@@ -1,8 +1,7 @@
 """Vision controls: a question again, with an image that can't answer it.
 
-A control replaces each image of a problem by a PNG of the same (upright) size, and each clip by one
-with as many frames at the same times. So the prompt keeps its ids and grids, and nothing but pixels
-differs. The replacement depends on a seed, the row and the image alone.
+A control replaces each image of a problem by a view of it (`rlinf_vl.data.views`): the prompt keeps
+its ids and grids, and nothing but pixels differs.
 
 | kind | replacement |
 |---|---|
@@ -11,21 +10,15 @@ differs. The replacement depends on a seed, the row and the image alone.
 | cropped | the image with a grey rectangle over a share of its area |
 """
 
-import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-from PIL import Image
-
-from rlinf_vl.data.clips import clip_of, clip_ref, is_clip, timestamps_of
-from rlinf_vl.data.images import blank_like, decode, encode_png, image_size
+from rlinf_vl.data.clips import is_clip, timestamps_of
+from rlinf_vl.data.images import image_size
+from rlinf_vl.data.views import Fitted, HiddenRectangle, ImageView, blank, random_of
 from rlinf_vl.types import ImageRef, Message, Problem
 
-#: The grey of blank images and of hidden rectangles.
-GREY = 128
 #: Share of each image's area that "cropped" hides.
 HIDDEN_SHARE = 0.5
 
@@ -78,13 +71,13 @@ class VisionControl:
             if image.hash in replacements:
                 continue
             if self.kind == "blank":
-                replacements[image.hash] = blank_like(image)
+                view: ImageView = blank
             elif self.kind == "swapped":
                 donor = self.donors[place]
-                lent = read_row(donor.row).images[donor.place]
-                replacements[image.hash] = fitted(lent, image)
+                view = Fitted(read_row(donor.row).images[donor.place])
             else:
-                replacements[image.hash] = hide_rectangle(image, HIDDEN_SHARE, self.seed)
+                view = HiddenRectangle(HIDDEN_SHARE)
+            replacements[image.hash] = view(image, self.seed)
         return with_images(problem, replacements)
 
 
@@ -137,55 +130,12 @@ def _draw(
     candidates: Sequence[tuple[Donor, int]], image_numbers: set[int], name: str
 ) -> Donor | None:
     """Draw a candidate whose image is none of `image_numbers`; None if there is none."""
-    start = int(_random(name).integers(len(candidates)))
+    start = int(random_of(name).integers(len(candidates)))
     for k in range(len(candidates)):
         donor, number = candidates[(start + k) % len(candidates)]
         if number not in image_numbers:
             return donor
     return None
-
-
-def fitted(lent: ImageRef, image: ImageRef) -> ImageRef:
-    """Return `lent` with the size of `image`, and, of a clip, with its number of frames and
-    times."""
-    height, width = image_size(image)
-    if not is_clip(image):
-        return lent if image_size(lent) == (height, width) else _png(_resized(lent, height, width))
-    timestamps, frames = timestamps_of(image), clip_of(lent).frames
-    pictures = []
-    for k in range(len(timestamps)):
-        frame = ImageRef.of(frames[k * len(frames) // len(timestamps)])
-        is_fit = image_size(frame) == (height, width)
-        pictures.append(bytes(frame.data) if is_fit else encode_png(_resized(frame, height, width)))
-    return clip_ref(pictures, timestamps)
-
-
-def hide_rectangle(image: ImageRef, share: float, seed: int) -> ImageRef:
-    """Return the image with a grey rectangle over `share` of its area; of a clip, over the same
-    place of each frame.
-
-    The rectangle has the image's proportions. Its place depends on the seed and the image.
-    """
-    height, width = image_size(image)
-    box_height = min(height, max(1, round(height * math.sqrt(share))))
-    box_width = min(width, max(1, round(width * math.sqrt(share))))
-    random = _random(f"{seed} rectangle {image.hash}")
-    top = int(random.integers(height - box_height + 1))
-    left = int(random.integers(width - box_width + 1))
-    box = (top, left, top + box_height, left + box_width)
-    if not is_clip(image):
-        return hide_box(image, box)
-    clip = clip_of(image)
-    frames = [bytes(hide_box(ImageRef.of(frame), box).data) for frame in clip.frames]
-    return clip_ref(frames, clip.timestamps)
-
-
-def hide_box(image: ImageRef, box: tuple[int, int, int, int]) -> ImageRef:
-    """Return the picture with grey over the box (top, left, bottom, right), in pixels."""
-    pixels = np.array(decode(image))
-    top, left, bottom, right = box
-    pixels[top:bottom, left:right] = GREY
-    return _png(Image.fromarray(pixels))
 
 
 def with_images(problem: Problem, replacements: Mapping[str, ImageRef]) -> Problem:
@@ -207,16 +157,3 @@ def with_images(problem: Problem, replacements: Mapping[str, ImageRef]) -> Probl
         messages.append(message | {"content": content})
     images = tuple(replacements[image.hash] for image in problem.images)
     return replace(problem, messages=tuple(messages), images=images)
-
-
-def _resized(image: ImageRef, height: int, width: int) -> Image.Image:
-    return decode(image).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _png(picture: Image.Image) -> ImageRef:
-    return ImageRef.of(encode_png(picture))
-
-
-def _random(name: str) -> np.random.Generator:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))

@@ -15,7 +15,7 @@ from rlinf_vl.actor.batches import BatchMaker
 from rlinf_vl.actor.terms.passes import ModelInput, Passes, Term, without_columns
 from rlinf_vl.algorithms import divergence
 from rlinf_vl.config.schema import AlgorithmConfig
-from rlinf_vl.data.corruption import Corruption
+from rlinf_vl.data.views import Mask
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.observe.spans import span
 from rlinf_vl.types import Group, ImageRef
@@ -36,7 +36,7 @@ class CorruptedForward:
         papo = self._papo
         if not (papo.weight or papo.entropy_weight):
             return
-        corrupt, pixels = Corruption("mask", papo.strength), batches.pixels
+        corrupt, pixels = Mask(papo.strength), batches.pixels
 
         def corrupted_pixels(image: ImageRef) -> Any:
             return pixels(corrupt(image, seed))

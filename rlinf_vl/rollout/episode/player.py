@@ -144,7 +144,7 @@ class Player(GroupPlayer):
             episodes.append(RolloutState(problem, seed, group_seed, session))
         group = RolloutGroup(problem, sampling, episodes, trained=trained)
         if corruption is not None:
-            group.corrupted_images = Shown(corruption, group_seed)
+            group.corrupted_images = Shown(corruption.view, group_seed)
             for episode in episodes[len(seeds) - corruption.samples(len(seeds)) :]:
                 episode.corrupted_images = group.corrupted_images
         # A group larger than the limit starts as many as may run; the others wait for permits.

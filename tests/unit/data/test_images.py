@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlinf_vl.data.images import blank_like, decode, image_size, image_values, to_image_ref
+from rlinf_vl.data.images import decode, image_size, image_values, to_image_ref
 from rlinf_vl.data.unusable import ImageError
+from rlinf_vl.data.views import blank as blank_view
 from rlinf_vl.types import ImageRef
 
 RED = (200, 30, 30)
@@ -275,7 +276,7 @@ def test_bytes_that_lie_in_the_object_store() -> None:
 def test_a_blank_image_has_the_size_and_nothing_else() -> None:
     for data in (PNG, rotated_jpeg(6)):
         ref = to_image_ref(data, root=None)
-        blank = blank_like(ref)
+        blank = blank_view(ref)
         assert image_size(blank) == image_size(ref)
         assert np.unique(np.asarray(decode(blank))).tolist() == [128]
 

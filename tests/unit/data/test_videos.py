@@ -17,12 +17,13 @@ from PIL import Image
 
 from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.clips import clip_of, frame_refs, is_clip
-from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.dataset import ProblemDataset
 from rlinf_vl.data.formats import RowFormat
-from rlinf_vl.data.images import blank_like, decode, image_size
+from rlinf_vl.data.images import decode, image_size
 from rlinf_vl.data.rows import row_to_problem
 from rlinf_vl.data.unusable import ImageError
+from rlinf_vl.data.views import Noise
+from rlinf_vl.data.views import blank as blank_view
 from rlinf_vl.extras.video import decoding as video_decoding
 from rlinf_vl.extras.video.decoding import fitted_size, frame_count
 from rlinf_vl.extras.video.rows import to_clip_ref, video_values
@@ -409,12 +410,12 @@ def test_conversations_to_imitate_have_videos() -> None:
 def test_a_clip_is_blanked_and_corrupted_frame_by_frame() -> None:
     ref = clip(np.stack([pixels(3, 10)] * 5))  # it stands still
     assert image_size(ref) == (HEIGHT, WIDTH)
-    blank = blank_like(ref)
+    blank = blank_view(ref)
     assert clip_of(blank).timestamps == clip_of(ref).timestamps
     assert {f.getextrema() for f in frames_of(blank)} == {((128, 128),) * 3}
     assert image_size(blank) == (HEIGHT, WIDTH)
-    noisy = Corruption("noise", 0.5)(ref, 7)
-    assert noisy == Corruption("noise", 0.5)(ref, 7) != Corruption("noise", 0.5)(ref, 8)
+    noisy = Noise(0.5)(ref, 7)
+    assert noisy == Noise(0.5)(ref, 7) != Noise(0.5)(ref, 8)
     assert clip_of(noisy).timestamps == clip_of(ref).timestamps
     assert len(set(clip_of(noisy).frames)) == 5
     assert {f.size for f in frames_of(noisy)} == {(WIDTH, HEIGHT)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from clips import clip, picture
 
-from rlinf_vl.data.images import blank_like
+from rlinf_vl.data.views import blank as blank_view
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model, use_packed_attention, vocab_size
@@ -101,7 +101,7 @@ def test_scores_are_those_of_the_sequences_whatever_the_batch(run, scorer, proce
         (alone,) = scorer.logprobs([trajectory])
         assert len(score) == trajectory.n_response_tokens
         np.testing.assert_allclose(score, alone, atol=1e-5)
-    images = {image.hash: blank_like(image) for image in found[0].images}
+    images = {image.hash: blank_view(image) for image in found[0].images}
     (blank,) = scorer.logprobs([with_images(found[0].trajectory, images)])
     assert np.abs(blank - scores[0]).max() > 1e-4, "the images are looked at"
 
@@ -115,7 +115,7 @@ def test_a_heat_map_spends_its_forwards_and_has_the_pictures_shape(run, scorer, 
         assert found.values.shape == (rows, columns) and found.forwards <= 40
         assert np.abs(found.values).max() > 0
         # Hidden cells of a uniform picture have its colour: a blind run's maps are empty.
-        blank = blank_like(image)
+        blank = blank_view(image)
         blind = with_images(item.trajectory, {image.hash: blank})
         made = scorer.heat_map(blind, blank, (rows, columns), 20)
         assert np.abs(made.values).max() < 1e-5

@@ -21,6 +21,7 @@ from rlinf_vl.controller.step_plan import trainable
 from rlinf_vl.data.bad_rows import BadRows, NoVerdicts, TooManyFaults, check_faults, no_verdicts
 from rlinf_vl.data.corruption import Corruption
 from rlinf_vl.data.unusable import ImageError, RowError
+from rlinf_vl.data.views import Noise
 from rlinf_vl.engines.base import EngineDied
 from rlinf_vl.envs import StepResult
 from rlinf_vl.models.families import family_of
@@ -765,7 +766,7 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
     async def played():
         sampling = SamplingParams(max_new_tokens=20)
         group = await player.start_group(
-            PROBLEM, range(4), sampling, 5, Corruption("noise", 0.5, share=0.5)
+            PROBLEM, range(4), sampling, 5, Corruption(Noise(0.5), share=0.5)
         )
         player.submit_first_requests([group])
         return await player.play_group("g", group)

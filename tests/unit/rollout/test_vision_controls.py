@@ -6,13 +6,12 @@ from clips import clip, picture, user
 
 from rlinf_vl.data.clips import clip_of, is_clip, timestamps_of
 from rlinf_vl.data.images import decode, image_size
+from rlinf_vl.data.views import GREY, HiddenRectangle
 from rlinf_vl.data.vision_controls import (
-    GREY,
     Donor,
     ImageFacts,
     VisionControl,
     choose_donors,
-    hide_rectangle,
 )
 from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.rollout.episode.request_builder import RequestBuilder
@@ -91,11 +90,11 @@ def test_a_row_alone_in_its_form_has_no_donor():
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_rectangle_hides_its_share_and_leaves_the_rest(share):
     shown = np.asarray(decode(ODD))
-    hidden = np.asarray(decode(hide_rectangle(ODD, share, 4)))
+    hidden = np.asarray(decode(HiddenRectangle(share)(ODD, 4)))
     differs = (shown != hidden).any(-1)
     rows, columns = np.flatnonzero(differs.any(1)), np.flatnonzero(differs.any(0))
     box = hidden[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     assert (box == GREY).all(), "one rectangle, all grey"
     assert box[..., 0].size / shown[..., 0].size == pytest.approx(share, abs=0.02)
-    assert hide_rectangle(ODD, share, 4) == hide_rectangle(ODD, share, 4)
-    assert hide_rectangle(ODD, share, 4) != hide_rectangle(ODD, share, 5)
+    assert HiddenRectangle(share)(ODD, 4) == HiddenRectangle(share)(ODD, 4)
+    assert HiddenRectangle(share)(ODD, 4) != HiddenRectangle(share)(ODD, 5)

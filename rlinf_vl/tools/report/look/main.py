@@ -13,7 +13,7 @@ import torch
 
 from rlinf_vl.config.processing import processor_options
 from rlinf_vl.data.clips import is_clip
-from rlinf_vl.data.images import blank_like
+from rlinf_vl.data.views import blank
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.extras.export.export import restore
 from rlinf_vl.models.loading import use_packed_attention, vocab_size
@@ -146,7 +146,7 @@ def _load(checkpoint: Path, split: str, trust_run_code: bool) -> Model:
 
 
 def _blanked(item: Recorded) -> Any:
-    return with_images(item.trajectory, {image.hash: blank_like(image) for image in item.images})
+    return with_images(item.trajectory, {image.hash: blank(image) for image in item.images})
 
 
 def _heat_maps(model: Model, item: Recorded, forwards: int) -> list[dict[str, Any]]:
