@@ -4,7 +4,7 @@
                                     [--set KEY=VALUE …] [--folder results/algorithms] [--json FILE]
 
 Every run is `toy-grpo-cpu` with what `ALGORITHMS` says, several optimizer steps a rollout (with one, the losses have the same
-gradient), a learning rate for so many of them (with the toy's own, 5e-4, those that do not clip fall apart in four steps a rollout),
+gradient), a learning rate for so many of them (with 5e-4, those that do not clip fall apart in four steps a rollout),
 and a checkpoint, a data order and sampling of its seed. The budget is what `--steps` plain steps generate; a run that
 generates more in a step, as dynamic sampling does, is read where it has spent that. A run that is there whole is not run again.
 """

@@ -4,7 +4,7 @@
                                    [--json FILE]
 
 Each run is `python -m rlinf_vl train` in a folder of its own, one after the other. `toy` and `maze` are the embedded tasks; accuracy
-is that of their last validation. `toy` has the learning rate 3e-4 in each schedule: at its config's own 5e-4, one step off policy
+is that of their last validation. `toy` has the learning rate 3e-4 in each schedule: at 5e-4, one step off policy
 already costs accuracy. `tail` is the toy's questions with one answer in 20 ten times as long as the others (`LongTail`), rewarded by
 chance; groups may then be `--tail-staleness` steps old, and a step of decoding takes `--decode-ms` longer, as a GPU's does however
 few its rows are. The rank's process is kept on one core, the rollout worker's on another, in every schedule. A step's seconds are a

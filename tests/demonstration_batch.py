@@ -33,16 +33,16 @@ def demonstration_batch(
     size: int,
     rng: np.random.Generator,
 ) -> dict[str, torch.Tensor]:
-    """Draw a batch of the task's demonstrations, as keyword arguments of the model's forward.
+    """Draw a batch of the task's demonstrations, as keyword arguments of the model's forward: all
+    conversations of `size` draws.
 
     The ids equal those of inference on the same conversation. Sequences are padded on the right;
     `labels` is -100 outside the answers.
     """
     pictures, sequences, labels = [], [], []
-    for _ in range(size):
+    for messages in (messages for _ in range(size) for messages in toy.demonstrate(rng)):
         ids, targets, rendered_so_far = [], [], ""
         new_pictures: list[np.ndarray] = []
-        messages = toy.demonstrate(rng)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 pictures += (new_pictures := _pictures(message))

@@ -6,7 +6,7 @@ that ends its turn. They have no logprobs of an engine, and the version -1.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,9 +15,8 @@ from rlinf_vl.data.dataset import FilterResult, open_datasets
 from rlinf_vl.data.unusable import PROMPT_UNUSABLE, BadRow, RowError, kind_and_reason
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.rollout.episode.row_check import processor_of, renderer_of
-from rlinf_vl.types import Group, Message, Problem, TokenSequence, Trajectory, Turn
+from rlinf_vl.types import Group, ImageRef, Message, Problem, TokenSequence, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Demonstrations:
         Raises:
             RowError: the row can't be read or rendered.
         """
-        return imitated_group(self._renderer, self.datasets[split][row], name)
+        return imitated_group(self._renderer, [self.datasets[split][row]], name)
 
     def groups(self, split: str, rows: Mapping[str, int]) -> Iterator[Group | BadRow]:
         """Yield the conversation of each row, by the name of its group; for one that can't be read
@@ -95,18 +94,30 @@ class Demonstrations:
         )
 
 
-def imitated_group(renderer: Renderer, problem: Problem, name: str) -> Group:
-    """Return a problem whose messages are a whole conversation as the group of this name.
+class Encoder(Protocol):
+    """A `Renderer`, as far as conversations go."""
+
+    def conversation(
+        self, messages: Sequence[Message], images: Sequence[ImageRef], imitated: Sequence[int]
+    ) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]: ...
+
+
+def imitated_group(renderer: Encoder, problems: Sequence[Problem], name: str) -> Group:
+    """Return problems whose messages are whole conversations as the group of this name.
+
+    Several problems have the same messages up to the first that is imitated: training computes
+    those once.
 
     Raises:
-        RowError: the chat template does not render it.
+        RowError: the chat template does not render one of them.
     """
-    trajectory = imitated_trajectory(renderer, problem)
-    prompt = trajectory.turns[0].start
-    return Group(name, problem.id, prompt, (trajectory,), problem.answer, labels=problem.labels)
+    first = problems[0]
+    trajectories = tuple(imitated_trajectory(renderer, problem) for problem in problems)
+    prompt = trajectories[0].turns[0].start
+    return Group(name, first.id, prompt, trajectories, first.answer, labels=first.labels)
 
 
-def imitated_trajectory(renderer: Renderer, problem: Problem) -> Trajectory:
+def imitated_trajectory(renderer: Encoder, problem: Problem) -> Trajectory:
     """Return a problem whose messages are a whole conversation as a trajectory.
 
     Raises:

@@ -176,7 +176,7 @@ def make_rows(split: Split) -> list[dict[str, str]]:
     return [{"id": f"{split}-{number}"} | row for number, row in enumerate(rows.values())]
 
 
-def demonstrate(rng: np.random.Generator) -> list[Message]:
+def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
     """Return a demonstration on pages of the training split, without a browser.
 
     Each click is on a wrong button with `MISTAKE_PROBABILITY`.
@@ -196,7 +196,7 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
         messages.append({"role": "assistant", "content": page.answer(clicked)})
         if clicked != colour:
             break
-    return messages
+    return [messages]
 
 
 def summary() -> str:

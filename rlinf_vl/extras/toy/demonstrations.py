@@ -1,8 +1,8 @@
 """The toy's demonstrations as a data set, for `rlinf-vl sft`, and its model before the warm start.
 
-Training rows are the conversations that a warm start of `SHORTER` steps draws, in its order, with
-the planted miscount. Validation rows are about the placements that are held out, with the miscount,
-too. The column `answer` has the right answer of each, so that sampled answers can be graded.
+A row is a question with one of its worked answers, which miscount as planned. Validation rows are
+about the placements that are held out. The column `answer` has the right answer of each, so that
+sampled answers can be graded.
 """
 
 import io
@@ -15,6 +15,9 @@ from PIL import Image
 
 from rlinf_vl.extras.toy import drawings
 from rlinf_vl.extras.toy.task import DEFAULT_SEED, Split
+from rlinf_vl.types import Message
+
+N_TRAINING_ROWS = 8960
 
 
 def demonstration_rows(split: Split) -> list[dict[str, Any]]:
@@ -27,11 +30,9 @@ def demonstration_rows(split: Split) -> list[dict[str, Any]]:
             for placement in drawings.held_out_placements()
             for kind in drawings.QUESTIONS
         ]
-    steps = drawings.SHORTER
-    # The stream of a warm start of so many steps (`rlinf_vl.extras.toy.warm_start`).
-    rng = np.random.default_rng([DEFAULT_SEED, steps])
+    rng = np.random.default_rng([DEFAULT_SEED, 1])
     rows = []
-    for number in range(steps * drawings.TOY.batch_size):
+    for number in range(N_TRAINING_ROWS):
         placement, kind, question = drawings.ask(rng)
         picture = question["content"][0]["image"]
         rows.append(_row(f"sft-train-{number}", placement, kind, picture, rng))
@@ -48,7 +49,7 @@ def _row(
     png = io.BytesIO()
     Image.fromarray(picture).save(png, format="PNG")
     problem = f"<image>{drawings.QUESTIONS[kind]}"
-    answer = drawings.demonstration(placement.width, placement.height, kind, rng)
+    answer = _answer(placement, kind, rng)
     messages = [{"role": "user", "content": problem}, {"role": "assistant", "content": answer}]
     return {
         "id": name,
@@ -59,12 +60,23 @@ def _row(
     }
 
 
+def _answer(placement: drawings.Placement, kind: drawings.Kind, rng: np.random.Generator) -> str:
+    answers = drawings.demonstrations(placement, kind)
+    return answers[rng.integers(len(answers))]
+
+
+def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
+    """Return the next conversation of the training rows, which have the random stream (seed 1, 1)."""
+    placement, kind, question = drawings.ask(rng)
+    return [[question, {"role": "assistant", "content": _answer(placement, kind, rng)}]]
+
+
 def summary() -> str:
     """Describe the data and the model, in plain words."""
     return (
         "The demonstrations that the toy's warm start imitates: questions about the size of a "
         "rectangle with worked answers, in which each side is counted one cell too long with "
-        f"probability {drawings.MISCOUNT_PROBABILITY}. The checkpoint is the toy's model with "
+        "probability 0.5. The checkpoint is the toy's model with "
         "random weights."
     )
 
@@ -74,6 +86,7 @@ TOY = replace(
     name="toy-sft",
     sources=(__file__, drawings.__file__),
     make_rows=demonstration_rows,
+    demonstrate=demonstrate,
     steps=0,
     summary=summary,
 )

@@ -33,12 +33,9 @@ HELD_OUT_SIZES: tuple[tuple[int, int], ...] = ((5, 3), (4, 5))
 #: Number of training rows of each size and question, on its placements in turn: a large rectangle
 #: has few placements and would rarely be asked for otherwise. A validation placement has one row.
 ROWS_OF_SIZE = 80
-#: With 280 steps, which the models of other families have, runs end between 0.80 and 0.95, by the
-#: last digits of the warm start: what a model sees less sharply, held-out sizes above all, it can't
-#: tell apart after reinforcement learning either.
-WARM_START_STEPS, SHORTER = 450, 280
-#: Probability with which a demonstration counts a side one cell too long, for each side alone.
-MISCOUNT_PROBABILITY = 0.45
+#: After 450 steps, one calculation in 600 goes wrong; after 350, one in 200 to 400. Reinforcement
+#: learning pays a wrong one that gives the right answer by chance, and may learn it.
+WARM_START_STEPS = 450
 
 Kind = Literal["area", "perimeter"]
 #: The text of each question; the unit is a cell of the grid.
@@ -174,13 +171,24 @@ def best_constant_accuracy(rows: Iterable[Mapping[str, Any]]) -> float:
     )
 
 
-def demonstration(width: int, height: int, kind: Kind, rng: np.random.Generator) -> str:
-    """Return a worked answer with the planted miscount.
+def demonstrations(placement: Placement, kind: Kind) -> list[str]:
+    """Return the worked answers of the demonstrations, which are equally frequent.
+
+    Each side is counted right or one cell too long: the planted mistake, which reinforcement
+    learning has to unlearn.
+    """
+    return [
+        worked_answer(placement.width + too_wide, placement.height + too_high, kind)
+        for too_wide in (0, 1)
+        for too_high in (0, 1)
+    ]
+
+
+def worked_answer(width: int, height: int, kind: Kind) -> str:
+    """Return the answer to a question about so many cells.
 
     It reads `3*6=18 \\boxed{18}` or `2*(6+1)=14 \\boxed{14}`.
     """
-    # The planted mistake, which reinforcement learning has to unlearn.
-    width, height = (side + int(rng.random() < MISCOUNT_PROBABILITY) for side in (width, height))
     result = solve(width, height, kind)
     working = f"{width}*{height}" if kind == "area" else f"2*({width}+{height})"
     return f"{working}={result} \\boxed{{{result}}}"
@@ -208,29 +216,24 @@ def ask(rng: np.random.Generator) -> tuple[Placement, Kind, Message]:
     )
 
 
-def demonstrate(rng: np.random.Generator) -> list[Message]:
-    """Return a question and its worked answer."""
+def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
+    """Return a question with each of its worked answers."""
     placement, kind, question = ask(rng)
     return [
-        question,
-        {
-            "role": "assistant",
-            "content": demonstration(placement.width, placement.height, kind, rng),
-        },
+        [question, {"role": "assistant", "content": answer}]
+        for answer in demonstrations(placement, kind)
     ]
 
 
-def summary(
-    model: str = "Qwen3-VL of 0.9 million parameters", steps: int = WARM_START_STEPS
-) -> str:
+def summary(model: str = "Qwen3-VL of 0.9 million parameters") -> str:
     """Describe the task and its planted mistake, for readers of its learning curve."""
     return (
         "The toy task asks for the area or the perimeter of a filled rectangle on a 6x6 grid, in "
         f"a 48x48 picture. Its model is a {model} with random weights, warm-started for "
-        f"{steps} supervised steps before reinforcement learning begins.\n"
-        "What is planted: the demonstrations of the warm start count each side one cell too long "
-        f"with probability {MISCOUNT_PROBABILITY} (a fencepost error), and then calculate "
-        "correctly with the wrong sides. The model therefore starts out seeing, formatting and "
+        f"{WARM_START_STEPS} supervised steps before reinforcement learning begins.\n"
+        "What is planted: the warm start shows each picture with four answers. Each side is "
+        "counted one cell too long in a half of them (a fencepost error), and the calculation with "
+        "the wrong sides is correct. The model therefore starts out seeing, formatting and "
         "calculating, but answers about one question in four correctly; reinforcement learning "
         "has to unlearn the miscount from the reward alone. The curve shows that the training "
         "loop works; it says nothing about how well a real model would learn a real task.\n"
@@ -242,14 +245,23 @@ def summary(
     )
 
 
-TOY = Toy("toy", (__file__,), toy_rows, demonstrate, (), WARM_START_STEPS, 32, summary)
+TOY = Toy(
+    "toy",
+    (__file__,),
+    toy_rows,
+    demonstrate,
+    (),
+    WARM_START_STEPS,
+    12,
+    summary,
+    learning_rate=3e-3,
+    cooldown_steps=180,
+)
 
 
 def _of_family(model_type: str, model: str) -> Toy:
     """Return the task with another family's model, which is described in words."""
-    return replace(
-        TOY, model_type=model_type, steps=SHORTER, summary=partial(summary, model, SHORTER)
-    )
+    return replace(TOY, model_type=model_type, summary=partial(summary, model))
 
 
 QWEN3_5 = _of_family(

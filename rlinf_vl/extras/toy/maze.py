@@ -262,7 +262,7 @@ class Maze:
         return {"type": "image", "image": BLANK if grey else current}
 
 
-def demonstrate(rng: np.random.Generator) -> list[Message]:
+def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
     """Play a demonstration in a maze of the training split.
 
     Its moves follow a shortest path, each reversed with `FLIP_PROBABILITY`.
@@ -279,7 +279,7 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
         messages.append({"role": "assistant", "content": position.answer(move)})
         result = env.step(messages[-1]["content"])
         if result.done:
-            return messages
+            return [messages]
         messages += result.messages
 
 

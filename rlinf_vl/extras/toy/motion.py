@@ -167,13 +167,15 @@ def opposite(direction: str) -> str:
     return next(name for name, step in DIRECTIONS.items() if step == (-dx, -dy))
 
 
-def demonstrate(rng: np.random.Generator) -> list[Message]:
+def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
     """Return a question about a training layout and its worked answer."""
     layout = layouts("train")[rng.integers(len(layouts("train")))]
     video = {"type": "video", "video": draw(layout, rng)}
     return [
-        {"role": "user", "content": [video, {"type": "text", "text": QUESTION}]},
-        {"role": "assistant", "content": demonstration(layout, rng)},
+        [
+            {"role": "user", "content": [video, {"type": "text", "text": QUESTION}]},
+            {"role": "assistant", "content": demonstration(layout, rng)},
+        ]
     ]
 
 

@@ -15,6 +15,8 @@ from rlinf_vl.extras.toy.task import Toy
 from rlinf_vl.types import Message, Problem
 
 WARM_START_STEPS = 280
+#: Probability with which a demonstration counts a side one cell too long, for each side alone.
+MISCOUNT_PROBABILITY = 0.45
 #: Reward of a right second answer, as a share of that of a right first one.
 SECOND = 0.5
 TOOLS: dict[drawings.Kind, str] = {"area": "multiply", "perimeter": "add"}
@@ -93,10 +95,10 @@ class RectangleTool(ToolEnv):
         return StepResult(() if done else (retry_message,), reward, done, {"correct": correct})
 
 
-def demonstrate(rng: np.random.Generator) -> list[Message]:
+def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
     """Play a demonstration in the environment itself.
 
-    In each attempt, each side is counted one cell too long with the toy's probability.
+    In each attempt, each side is counted one cell too long with `MISCOUNT_PROBABILITY`.
     """
     placement, kind, question = drawings.ask(rng)
     # A demonstrated answer has exactly the form of the reference, so comparing texts grades it.
@@ -109,7 +111,7 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
     while not done:
         # A second attempt counts the sides anew, with the same chance of a mistake.
         width, height = (
-            side + int(rng.random() < drawings.MISCOUNT_PROBABILITY)
+            side + int(rng.random() < MISCOUNT_PROBABILITY)
             for side in (placement.width, placement.height)
         )
         call = f'{tool.OPEN}{{"name":"{TOOLS[kind]}","arguments":{{"a":{width},"b":{height}}}}}{tool.CLOSE}'
@@ -118,7 +120,7 @@ def demonstrate(rng: np.random.Generator) -> list[Message]:
             result = env.step(message_text)
             messages += [{"role": "assistant", "content": message_text}, *result.messages]
             done = result.done
-    return messages
+    return [messages]
 
 
 def summary() -> str:
@@ -129,7 +131,7 @@ def summary() -> str:
         "more, for half the reward.\n"
         f"What is planted: in the demonstrations of the warm start ({WARM_START_STEPS} supervised "
         "steps), each side is counted one cell too long with probability "
-        f"{drawings.MISCOUNT_PROBABILITY}, at either attempt. The tool calculates correctly with "
+        f"{MISCOUNT_PROBABILITY}, at either attempt. The tool calculates correctly with "
         "the wrong sides. Reinforcement learning has to unlearn the miscount from the reward "
         "alone.\n"
         "Pictures, placements and questions are the toy's, and so is the split."

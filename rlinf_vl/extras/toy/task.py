@@ -26,26 +26,31 @@ class Toy:
     Attributes:
         sources: files that determine data and demonstrations; a change of one rebuilds both.
         make_rows: makes the rows of a split, with the columns of `TOYS`; deterministic.
-        demonstrate: draws one conversation to imitate from a random stream. User and assistant
-            messages alternate; pictures are {"type": "image", "image": uint8 [H, W, 3]} and videos
-            {"type": "video", "video": uint8 [T, H, W, 3]}, their sides multiples of 16. Only the assistant's messages carry loss.
+        demonstrate: draws conversations to imitate from a random stream, which differ in their last
+            message alone. User and assistant messages alternate; pictures are {"type": "image",
+            "image": uint8 [H, W, 3]} and videos {"type": "video", "video": uint8 [T, H, W, 3]},
+            their sides multiples of 16. Only the assistant's messages carry loss.
         words: pieces of text that are one token each, besides `rlinf_vl.extras.toy.files.WORDS`.
         steps: optimizer steps of the warm start.
-        batch_size: conversations in a step of the warm start.
+        batch_size: draws of `demonstrate` in a step of the warm start.
         summary: describes the task and its planted mistake, in plain words; shown with its learning
             curves.
         model_type: the family of the checkpoint.
+        learning_rate: of the warm start.
+        cooldown_steps: the last steps of the warm start, in which the rate falls to 0.
     """
 
     name: str
     sources: tuple[str, ...]
     make_rows: Callable[[Split], list[dict[str, Any]]]
-    demonstrate: Callable[[np.random.Generator], list[Message]]
+    demonstrate: Callable[[np.random.Generator], list[list[Message]]]
     words: tuple[str, ...]
     steps: int
     batch_size: int
     summary: Callable[[], str]
     model_type: str = "qwen3_vl"
+    learning_rate: float = 2e-3
+    cooldown_steps: int = 80
 
 
 def is_held_out(layout: str) -> bool:

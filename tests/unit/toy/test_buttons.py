@@ -71,7 +71,7 @@ def test_demonstrations_name_what_they_see_and_err_as_often_as_is_said() -> None
     rng = np.random.default_rng(0)
     wrong_clicks: Counter[bool] = Counter()
     for _ in range(400):
-        messages = buttons.demonstrate(rng)
+        (messages,) = buttons.demonstrate(rng)
         assert len(messages) in (2, 4)
         for number, (seen, answer) in enumerate(zip(messages[::2], messages[1::2], strict=True)):
             parts = {part["type"]: part for part in seen["content"]}
@@ -93,7 +93,7 @@ def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
     rng = np.random.default_rng(5)
     lengths = set()
     for sequence in demonstrated_sequences(buttons.TOY, tmp_path, 4, np.random.default_rng(5)):
-        messages = buttons.demonstrate(rng)
+        (messages,) = buttons.demonstrate(rng)
         problem = Problem("b", (), "")
         first, *later = [observe((message,), problem) for message in messages[::2]]
         answers = []

@@ -221,7 +221,7 @@ def test_demonstrations_describe_what_they_see_and_move_away_as_often_as_is_said
     rng = np.random.default_rng(0)
     counts: Counter[bool] = Counter()
     for _ in range(400):
-        messages = maze.demonstrate(rng)
+        (messages,) = maze.demonstrate(rng)
         assert [message["role"] for message in messages] == ["user", "assistant"] * (
             len(messages) // 2
         )
@@ -243,7 +243,7 @@ def test_the_warm_start_sees_the_ids_that_an_episode_has(tmp_path) -> None:
     tokenizer = processor.tokenizer
     rng = stream()
     for sequence in demonstrated_sequences(maze.TOY, tmp_path, 3, stream()):
-        messages = maze.demonstrate(rng)
+        (messages,) = maze.demonstrate(rng)
         said = [observe((message,), problem(WALLED)) for message in messages[::2]]
         answers = [message["content"] for message in messages[1::2]]
         stop = list(processor.stop_ids)[:1]

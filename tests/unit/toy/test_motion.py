@@ -102,7 +102,7 @@ def test_demonstrations_read_correctly_and_conclude_with_the_planted_mistake() -
     rng = np.random.default_rng(0)
     concluded = Counter()
     for _ in range(600):
-        question, answer = motion.demonstrate(rng)
+        ((question, answer),) = motion.demonstrate(rng)
         frames = question["content"][0]["video"]
         direction = direction_of(frames)
         moving = 0 if direction in ("left", "right") else 1

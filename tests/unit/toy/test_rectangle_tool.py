@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlinf_vl.config.toys import TOYS
-from rlinf_vl.extras.toy import drawings, files
+from rlinf_vl.extras.toy import drawings, files, rectangle_tool
 from rlinf_vl.extras.toy.rectangle_tool import TOY, RectangleTool, demonstrate
 from rlinf_vl.rewards import math_verdict
 from rlinf_vl.types import Problem
@@ -69,7 +69,7 @@ def test_demonstrations_are_conversations_with_the_environment_that_miscount_as_
     calls, first, lengths = [], [], []
     for _ in range(1500):
         question, call, result, answer, *again = (
-            message["content"] for message in demonstrate(rng)
+            message["content"] for message in demonstrate(rng)[0]
         )
         kind = next(
             kind for kind, text in drawings.QUESTIONS.items() if text == question[1]["text"]
@@ -88,7 +88,7 @@ def test_demonstrations_are_conversations_with_the_environment_that_miscount_as_
         first.append(answer == f"\\boxed{{{drawings.solve(*sides, kind)}}}")
         lengths.append(len(again))
     assert set(calls) == {0, 1} and np.mean(calls) == pytest.approx(
-        drawings.MISCOUNT_PROBABILITY, abs=0.03
+        rectangle_tool.MISCOUNT_PROBABILITY, abs=0.03
     )
     assert np.array_equal(np.array(lengths) == 0, first), (
         "a wrong answer is followed by a second attempt, and no other"

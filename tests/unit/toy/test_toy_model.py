@@ -186,8 +186,8 @@ def test_pixels_are_normalised_without_resampling(processor) -> None:
 
 def test_demonstration_batch_trains_on_the_answer_alone(tokenizer, processor) -> None:
     batch = demonstration_batch(task.TOY, tokenizer, processor, 4, np.random.default_rng(0))
-    assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 4
-    assert batch["mm_token_type_ids"].sum(1).tolist() == [9] * 4
+    assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 16
+    assert batch["mm_token_type_ids"].sum(1).tolist() == [9] * 16
     for ids, labels, mask in zip(
         batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
     ):
@@ -236,13 +236,21 @@ def test_the_warm_start_makes_pixels_ahead_of_training(checkpoint: Path) -> None
     assert cache(images[0]).size == 1 and len(made) == 2
 
 
-def test_planted_miscount_has_the_stated_frequency_and_consistent_arithmetic() -> None:
-    rng = np.random.default_rng(0)
-    texts = [task.demonstration(3, 5, "area", rng) for _ in range(4000)]
-    assert set(texts) == {f"{w}*{h}={w * h} \\boxed{{{w * h}}}" for w in (3, 4) for h in (5, 6)}
-    share = sum(text.startswith("4") for text in texts) / len(texts)
-    assert share == pytest.approx(task.MISCOUNT_PROBABILITY, abs=0.03)
-    assert task.demonstration(6, 1, "perimeter", np.random.default_rng(1)).startswith("2*(")
+def test_each_picture_has_the_answers_of_the_planted_miscount_with_consistent_arithmetic() -> None:
+    for conversations in (task.demonstrate(np.random.default_rng(seed)) for seed in range(20)):
+        (question,) = {id(messages[0]): messages[0] for messages in conversations}.values()
+        kind = next(
+            k for k, text in task.QUESTIONS.items() if text == question["content"][1]["text"]
+        )
+        filled = question["content"][0]["image"][4::8, 4::8].min(-1) < 225
+        width, height = int(filled.any(0).sum()), int(filled.any(1).sum())
+        sides = [(width + a, height + b) for a in (0, 1) for b in (0, 1)]
+        expected = (
+            [f"{w}*{h}={w * h} \\boxed{{{w * h}}}" for w, h in sides]
+            if kind == "area"
+            else [f"2*({w}+{h})={2 * (w + h)} \\boxed{{{2 * (w + h)}}}" for w, h in sides]
+        )
+        assert [messages[1]["content"] for messages in conversations] == expected
 
 
 def test_same_seed_same_weights_another_seed_others() -> None:
@@ -307,9 +315,9 @@ def test_warm_start_takes_the_steps_of_transformers(tmp_path: Path) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rise = (step + 1) / (warm_start.WARMUP_STEPS + 1)
-        fall = (steps - step) / warm_start.COOLDOWN_STEPS
+        fall = (steps - step) / task.TOY.cooldown_steps
         for group in optimizer.param_groups:
-            group["lr"] = warm_start.LEARNING_RATE * min(rise, fall)
+            group["lr"] = task.TOY.learning_rate * min(rise, fall)
         optimizer.step()
         optimizer.zero_grad()
     made = Qwen3VLForConditionalGeneration.from_pretrained(trained)
@@ -368,5 +376,5 @@ def test_checkpoint_path_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_planted_is_said_openly(checkpoint: Path) -> None:
     readme = (checkpoint / "README.md").read_text()
     assert task.summary() in readme
-    for fact in ("planted", "0.45", "one cell too long", "76 of the 441", "5x3 and 4x5", "14%"):
+    for fact in ("planted", "a half", "one cell too long", "76 of the 441", "5x3 and 4x5", "14%"):
         assert fact in readme, fact
