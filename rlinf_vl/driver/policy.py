@@ -140,9 +140,10 @@ def load_policy(
             model's name on the hub, or an embedded task's (`toy`).
         device: cpu or cuda; by default cuda where there is one.
         dtype: fp32, bf16 or fp16; by default bf16 on cuda and fp32 on the cpu.
-        trust_run_code: execute the Python that the config.yaml of a run's folder brings along or
-            names: a model family (`rollout.model.model_type`), and with `trust_remote_code` the
-            files of its base model. A `Run` that `train` returned in this process is trusted.
+        trust_run_code: execute the Python files of a model's folder, and the Python that the
+            config.yaml of a run's folder brings along or names: a model family
+            (`rollout.model.model_type`), and with `trust_remote_code` the files of its base model.
+            A `Run` that `train` returned in this process is trusted.
 
     Raises:
         ConfigError: `folder` is none of these, or brings Python along that is not trusted.
@@ -165,9 +166,10 @@ def load_policy(
         }
     else:
         base = _base(str(folder), path)
-        family = family_of("auto", base)
+        family = family_of("auto", base, trust_run_code)
+        pixel_options = {"trust_remote_code": trust_run_code}
         # Adapters are merged in float32, and only then rounded.
-        model: Any = load_model(base, family, DTYPES["fp32"])
+        model: Any = load_model(base, family, DTYPES["fp32"], trust_remote_code=trust_run_code)
         if base != str(path) and (path / ADAPTERS).is_file():
             model = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     processor = Processor(base, family, **pixel_options)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -201,3 +202,22 @@ def test_members_of_enumerations_are_read_by_name_and_nothing_else_is(folder):
         path.write_bytes(pickle.dumps(metadata))
         with pytest.raises(RunError, match=r"would run builtins\.(getattr|dict)"):
             refuse_pickled_code(path.parent)
+
+
+def test_python_of_a_models_folder_is_executed_on_demand_alone(toy_folder, marker, tmp_path):
+    copy = tmp_path / "own"
+    shutil.copytree(toy_folder, copy)
+    (copy / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration\n\n\n"
+        "class Mine(Qwen3VLConfig):\n    pass\n\n\n"
+        "class MyModel(Qwen3VLForConditionalGeneration):\n    config_class = Mine\n\n\n"
+        f"Path({str(marker)!r}).write_text('executed')\n"
+    )
+    files = {"AutoConfig": "mine.Mine", "AutoModelForImageTextToText": "mine.MyModel"}
+    config = json.loads((copy / "config.json").read_text()) | {"auto_map": files}
+    (copy / "config.json").write_text(json.dumps(config))
+    rlinf_vl.load_policy(copy)
+    assert not marker.exists()
+    rlinf_vl.load_policy(copy, trust_run_code=True)
+    assert marker.read_text() == "executed"
