@@ -274,7 +274,11 @@ MOE = _of_family(
 INTERNVL = _of_family(
     "internvl", "InternVL (tiles, and positions that are counted) of 0.6 million parameters"
 )
-GEMMA3 = _of_family(
-    "gemma3",
-    "Gemma 3 (sliding windows, and image tokens that see each other) of 0.6 million parameters",
+# With the toy's rate it ends at 0.51 instead of 0.68.
+GEMMA3 = replace(
+    _of_family(
+        "gemma3",
+        "Gemma 3 (sliding windows, and image tokens that see each other) of 0.6 million parameters",
+    ),
+    learning_rate=2e-3,
 )
