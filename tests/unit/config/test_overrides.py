@@ -112,4 +112,4 @@ def test_a_config_anywhere_builds_on_ours_and_on_its_neighbours(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert load_config(name) == load_config(name.removesuffix(".yaml")) == config
     (tmp_path / "toy-grpo-cpu.yaml").write_text("defaults: [base]\n")
-    assert load_config("toy-grpo-cpu").runner.max_steps == 100, "a bare name is ours first"
+    assert load_config("toy-grpo-cpu").runner.max_steps == 80, "a bare name is ours first"
