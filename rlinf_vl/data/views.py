@@ -168,8 +168,8 @@ def _redrawn(
         # Two images that have become equal, such as black ones, must keep different hashes.
         metadata.add_text("clean", picture.hash)
         png = io.BytesIO()
-        drawn = Image.fromarray(pixels_of(np.asarray(decode(picture)), random))
-        drawn.save(png, "PNG", pnginfo=metadata, compress_level=1)
+        pixels = pixels_of(np.asarray(decode(picture)), random)
+        Image.fromarray(pixels).save(png, "PNG", pnginfo=metadata, compress_level=1)
         return png.getvalue()
 
     return _each_picture(image, redrawn)

@@ -247,8 +247,11 @@ class RenderedOnce:
 def as_problems(name: str, conversations: Sequence[Sequence[Message]]) -> list[Problem]:
     """Return conversations that differ in their last message, in the form of `as_problem`."""
     first = as_problem(name, conversations[0])
-    others = [as_problem(name, [messages[-1]]).messages for messages in conversations[1:]]
-    return [first, *(replace(first, messages=first.messages[:-1] + last) for last in others)]
+    problems = [first]
+    for messages in conversations[1:]:
+        answer = as_problem(name, messages[-1:]).messages
+        problems.append(replace(first, messages=first.messages[:-1] + answer))
+    return problems
 
 
 def as_problem(name: str, messages: Sequence[Message]) -> Problem:
