@@ -120,9 +120,7 @@ class Fitted:
     def __call__(self, image: ImageRef, seed: int = 0) -> ImageRef:
         size = image_size(image)
         if not is_clip(image):
-            return (
-                self.lent if image_size(self.lent) == size else ImageRef.of(_sized(self.lent, size))
-            )
+            return ImageRef.of(_sized(self.lent, size))
         timestamps, frames = timestamps_of(image), clip_of(self.lent).frames
         lent = [frames[k * len(frames) // len(timestamps)] for k in range(len(timestamps))]
         return clip_ref([_sized(ImageRef.of(frame), size) for frame in lent], timestamps)

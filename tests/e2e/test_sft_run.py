@@ -104,17 +104,21 @@ def test_what_can_not_be_is_refused_with_its_key(capsys, verb, overrides, messag
 
 
 def test_the_losses_of_the_first_steps_are_those_of_transformers(tmp_path):
-    """Its rows are what `demonstrate` draws, in its order; here transformers' own forward gets them, padded."""
+    """Transformers' own forward gets the data set's rows, in their order, padded."""
+    from dataclasses import replace
+    from io import BytesIO
+
     import numpy as np
     import torch
     from demonstration_batch import demonstration_batch
+    from PIL import Image
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
 
     from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
-    from rlinf_vl.extras.toy.demonstrations import TOY
+    from rlinf_vl.extras.toy.demonstrations import TOY, demonstration_rows
     from rlinf_vl.extras.toy.model import new_toy_model
 
     steps, lr = 3, 5e-4
@@ -126,10 +130,19 @@ def test_the_losses_of_the_first_steps_are_those_of_transformers(tmp_path):
     folder = toy_checkpoint_path("toy-sft")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    rng, model = np.random.default_rng([1, 1]), new_toy_model(TOY, 1)
+    data_rows, model = iter(demonstration_rows("train")), new_toy_model(TOY, 1)
+
+    def conversation(rng):
+        row = next(data_rows)
+        question, answer = json.loads(row["messages"])
+        picture = np.asarray(Image.open(BytesIO(row["images"][0]["bytes"])))
+        text = {"type": "text", "text": question["content"].removeprefix("<image>")}
+        return [[question | {"content": [{"type": "image", "image": picture}, text]}, answer]]
+
+    task, rng = replace(TOY, demonstrate=conversation), np.random.default_rng()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(1, steps + 1):
-        batch = demonstration_batch(TOY, tokenizer, processor, 32, rng)
+        batch = demonstration_batch(task, tokenizer, processor, 32, rng)
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

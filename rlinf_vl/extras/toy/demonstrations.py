@@ -15,7 +15,6 @@ from PIL import Image
 
 from rlinf_vl.extras.toy import drawings
 from rlinf_vl.extras.toy.task import DEFAULT_SEED, Split
-from rlinf_vl.types import Message
 
 N_TRAINING_ROWS = 8960
 
@@ -49,7 +48,8 @@ def _row(
     png = io.BytesIO()
     Image.fromarray(picture).save(png, format="PNG")
     problem = f"<image>{drawings.QUESTIONS[kind]}"
-    answer = _answer(placement, kind, rng)
+    answers = drawings.demonstrations(placement, kind)
+    answer = answers[rng.integers(len(answers))]
     messages = [{"role": "user", "content": problem}, {"role": "assistant", "content": answer}]
     return {
         "id": name,
@@ -60,24 +60,12 @@ def _row(
     }
 
 
-def _answer(placement: drawings.Placement, kind: drawings.Kind, rng: np.random.Generator) -> str:
-    answers = drawings.demonstrations(placement, kind)
-    return answers[rng.integers(len(answers))]
-
-
-def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
-    """Return the next conversation of the training rows, which have the random stream (seed 1, 1)."""
-    placement, kind, question = drawings.ask(rng)
-    return [[question, {"role": "assistant", "content": _answer(placement, kind, rng)}]]
-
-
 def summary() -> str:
     """Describe the data and the model, in plain words."""
     return (
         "The demonstrations that the toy's warm start imitates: questions about the size of a "
         "rectangle with worked answers, in which each side is counted one cell too long with "
-        "probability 0.5. The checkpoint is the toy's model with "
-        "random weights."
+        "probability 0.5. The checkpoint is the toy's model with random weights."
     )
 
 
@@ -86,7 +74,6 @@ TOY = replace(
     name="toy-sft",
     sources=(__file__, drawings.__file__),
     make_rows=demonstration_rows,
-    demonstrate=demonstrate,
     steps=0,
     summary=summary,
 )
