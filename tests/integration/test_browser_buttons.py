@@ -66,7 +66,7 @@ def test_the_browser_shows_what_the_warm_start_has_seen(monkeypatch) -> None:
     )
     rng, rights = np.random.default_rng(0), set()
     for _ in range(12):
-        messages = buttons.demonstrate(rng)
+        (messages,) = buttons.demonstrate(rng)
         row = rows[-1]
         env = new_env()
         shown, results = env.start(problem_of(row)), []

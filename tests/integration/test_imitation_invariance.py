@@ -46,8 +46,9 @@ def checkpoint(tmp_path_factory) -> Path:
     rng, rows = np.random.default_rng(3), []
     for _ in range(N):
         pictures: list = []
-        messages = without_pictures(toy_of("toy-tool").demonstrate(rng), pictures)
-        rows.append({"messages": json.dumps(messages), "images": pictures})
+        (messages,) = toy_of("toy-tool").demonstrate(rng)
+        plain = without_pictures(messages, pictures)
+        rows.append({"messages": json.dumps(plain), "images": pictures})
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     return folder
 

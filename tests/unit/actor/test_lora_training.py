@@ -129,7 +129,10 @@ def test_both_ways_of_sending_give_the_same_logprobs(trained, toy_folder):
     lora.sync = "merged"
     for merged, adapters in zip(drawn["merged"], drawn["adapters"], strict=True):
         assert merged.ids.tolist() == adapters.ids.tolist()
-        np.testing.assert_allclose(merged.logprobs, adapters.logprobs, atol=1e-5, rtol=0)
+        # The distorted weights make some positions sensitive: transformers' own float32 decoding differs from its
+        # forward over the whole sequence by 2e-5 at one of them.
+        np.testing.assert_allclose(merged.logprobs, adapters.logprobs, atol=1e-4, rtol=0)
+        assert np.median(np.abs(merged.logprobs - adapters.logprobs)) < 2e-6
     touched = {name.partition(".lora_")[0] for name in sent["adapters"]}
     assert {name.removesuffix(".weight") for name in sent["merged"]} == touched, (
         "what adapters do not touch stays"

@@ -21,6 +21,8 @@ from rlinf_vl.observe.run_files import read_run
 from rlinf_vl.runtime.checkpoints import checkpoints, find_checkpoint, load_state, save_checkpoint
 from rlinf_vl.runtime.run_folder import locked, open_folder, run_folder
 
+LEARNING_RATE = load_config("toy-grpo-cpu").actor.optim.lr
+
 
 def written(folder: str) -> dict[str, str]:
     (Path(folder) / "w").write_text("w")
@@ -168,13 +170,13 @@ def test_a_resume_goes_on_in_the_folder_and_names_the_keys_that_changed(tmp_path
     assert (event["step"], event["kind"]) == (4, "config_changed")
     assert event["message"].startswith("keys that are not as they were: ")
     for part in (
-        "actor.optim.lr: 0.0005 → 0.125",
+        f"actor.optim.lr: {LEARNING_RATE} → 0.125",
         "→ 9",
         "data.image_keys: ['images'] → ['a', 'b']",
     ):
         assert part in event["message"] and part in caplog.text
     assert load_config(str(folder / "config.yaml")).actor.optim.lr == 0.125
-    assert load_config(str(folder / "config.previous-1.yaml")).actor.optim.lr == 0.0005
+    assert load_config(str(folder / "config.previous-1.yaml")).actor.optim.lr == LEARNING_RATE
     assert content(folder).keys() == before.keys() | {"config.previous-1.yaml", "events.jsonl"}
 
 
@@ -197,7 +199,11 @@ def test_going_back_sets_the_newer_branch_aside_and_auto_goes_on_with_the_new_on
     assert (aside / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
     assert (aside / "images").resolve() == folder / "images"
     run = read_run(aside)
-    assert (run.name, run.step, run.config["actor.optim.lr"]) == ("abandoned-1", 6, "0.0005")
+    assert (run.name, run.step, run.config["actor.optim.lr"]) == (
+        "abandoned-1",
+        6,
+        str(LEARNING_RATE),
+    )
     kinds = [event["kind"] for event in happened(folder)]
     assert kinds == ["branch_set_aside", "config_changed"] and str(aside) in caplog.text
 
