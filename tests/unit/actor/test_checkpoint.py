@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from rlinf_vl.actor.load import load_trainer
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
@@ -36,7 +37,8 @@ def train(trainer, steps, moved=None):
 
 
 def local(tensor):
-    return tensor.detach().to_local().clone()
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def weights(trainer):

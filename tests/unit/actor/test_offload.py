@@ -9,7 +9,8 @@ from rlinf_vl.config.schema import ActorConfig, FsdpConfig, MixedPrecisionConfig
 
 ACTOR = ActorConfig(
     optim=OptimConfig(lr=0.1, adam_beta2=0.95, weight_decay=0.1),
-    fsdp_config=FsdpConfig(mixed_precision=MixedPrecisionConfig("fp32")),
+    # A single rank on a CPU that reduces no gradients in another dtype shards nothing.
+    fsdp_config=FsdpConfig(mixed_precision=MixedPrecisionConfig("fp32", "bf16")),
 )
 
 
