@@ -6,7 +6,7 @@ torchvision for video). Engine and trainer use this one class with one setting o
 both see the same pixels and counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class Processor:
         #: Ids that end a response, the end of a turn first.
         self.stop_ids = family.stop_ids(self.tokenizer, str(path), trust_remote_code)
         self.image_tokens = ImageTokens(-1)
+        #: Special tokens that `decode` shows, by id.
+        self._visible: dict[int, str] = {}
         self._decoded = ByteCache(self._decode, size=text_bytes, max_bytes=TEXT_BYTES)
         #: By hash: the grid, and the ids in a prompt.
         self._images: dict[str, tuple[Grid, list[np.ndarray]]] = {}
@@ -203,14 +205,30 @@ class Processor:
             return self.videos.patches(list(map(decode, frame_refs(image))))
         return self.image_processor.patches(decode(image))
 
+    def show_special(self, texts: Sequence[str]) -> None:
+        """Let `decode` show the special tokens that these texts are or begin with.
+
+        Call it before anything is decoded.
+        """
+        for token_id, token in self.tokenizer.added_tokens_decoder.items():
+            if token.special and any(text.startswith(token.content) for text in texts):
+                self._visible[token_id] = token.content
+
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of response ids, special tokens left out."""
+        """Return the text of response ids, special tokens but those of `show_special` left out."""
         return self._decoded(ids.astype(np.int32, copy=False).tobytes())
 
-    def _decode(self, ids: bytes) -> str:
-        return self.tokenizer.decode(
-            np.frombuffer(ids, np.int32).tolist(), skip_special_tokens=True
-        )
+    def _decode(self, ids_bytes: bytes) -> str:
+        ids = np.frombuffer(ids_bytes, np.int32)
+        texts: list[str] = []
+        start = 0
+        for mark in np.flatnonzero(np.isin(ids, list(self._visible))).tolist():
+            texts += [self._plain_text(ids[start:mark]), self._visible[int(ids[mark])]]
+            start = mark + 1
+        return "".join([*texts, self._plain_text(ids[start:])])
+
+    def _plain_text(self, ids: np.ndarray) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
 class PixelCache(ByteCache[ImageRef, np.ndarray]):

@@ -21,12 +21,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rlinf_vl.config.chat_template import unnamed_variables
 from rlinf_vl.data.clips import is_clip
+from rlinf_vl.envs.call_forms import FORMS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.byte_cache import ByteCache, text_bytes
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.episode.observation import Observation
 from rlinf_vl.rollout.episode.placeholders import expand_images, with_video_parts
 from rlinf_vl.rollout.episode.text_encoder import TextEncoder
+from rlinf_vl.rollout.episode.words import THOUGHT_MARKS, Words, find_words
 from rlinf_vl.types import ImageRef, Message
 
 #: The marks that enclose thoughts in an answer's text.
@@ -72,6 +74,9 @@ class Renderer:
             ConfigError: the template ignores one of them.
         """
         self.processor = processor
+        # Where marks of calls and thoughts are special tokens, no text without them can be read.
+        processor.show_special([mark for form in FORMS for mark in form.marks])
+        processor.show_special([mark for marks in THOUGHT_MARKS for mark in marks])
         self._tokenizer = processor.tokenizer
         self._encoder = TextEncoder(processor)
         template = self._tokenizer.chat_template
@@ -377,6 +382,18 @@ class Renderer:
         return thoughts_text, [*self._encoder.encode(split_text, ""), *ids[first:].tolist()]
 
     @cached_property
+    def words(self) -> Words:
+        """The forms of the checkpoint's calls, thoughts and results."""
+
+        def render(messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
+            return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)
+
+        def through_ids(text: str) -> str:
+            return self.processor.decode(self.encode(text))
+
+        return find_words(render, through_ids)
+
+    @cached_property
     def begins_with_thoughts(self) -> bool:
         """Whether the generation prompt ends with `<think>`."""
         return self._render(_QUESTION).rstrip().endswith(THINK)
@@ -403,6 +420,13 @@ class Renderer:
 
     def _apply_template(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any
+    ) -> str:
+        if any(message.get("tool_calls") for message in messages) and self.words.arguments_as_text:
+            messages = list(map(_with_text_arguments, messages))
+        return self._rendered(messages, tools, **options)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], **options: Any
     ) -> str:
         options = {"add_generation_prompt": True} | self._options | options
         if not self._shows_image_urls:
@@ -441,6 +465,21 @@ class Renderer:
 def _images(observations: Iterable[Observation]) -> list[ImageRef]:
     """Return the images of all observations, in order."""
     return [image for observation in observations for image in observation.images]
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message whose calls have their arguments as JSON text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = []
+    for call in calls:
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        texts.append(call | {"function": function | {"arguments": arguments}})
+    return {**message, "tool_calls": texts}
 
 
 def _with_image_parts(message: Message) -> Message:
