@@ -33,7 +33,12 @@ _CALLS = (
 def _chatml(call: str, between: str = "{{ '\n' }}", before: str = "", thinks: str = "last") -> str:
     """Return a template in the form of ChatML; `thinks`: whether thoughts are of the last answer, all or none."""
     calls = _CALLS.replace("BEFORE", before).replace("BETWEEN", between).replace("CALL", call)
-    shown = "{%- set thought = m.reasoning_content if m.reasoning_content is string else '' -%}"
+    shown = (
+        "{%- set thought = m.reasoning_content if m.reasoning_content is string else '' -%}"
+        "{%- set text = say(m.content) -%}{%- if '</think>' in text and not thought -%}"
+        "{%- set thought = text.split('</think>')[0].split('<think>')[-1] | trim -%}"
+        "{%- set text = text.split('</think>')[-1].lstrip('\n') -%}{%- endif -%}"
+    )
     shown += {
         "last": "{%- if loop.index0 > ns.last -%}{{ '<think>\n' + thought + '\n</think>\n\n' }}{%- endif -%}",
         "all": "{%- if thought -%}{{ '<think>\n' + thought + '\n</think>\n\n' }}{%- endif -%}",
@@ -42,7 +47,7 @@ def _chatml(call: str, between: str = "{{ '\n' }}", before: str = "", thinks: st
     answer = (
         "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ '<|im_start|>assistant\n' }}"
         + shown
-        + "{{ say(m.content) }}"
+        + ("{{ say(m.content) }}" if thinks == "none" else "{{ text }}")
         + calls
         + "{{ '<|im_end|>\n' }}"
     )

@@ -9,6 +9,7 @@ from typing import Any, cast
 from rlinf_vl.config.hubs import OPENENV
 from rlinf_vl.config.parts import load_part
 from rlinf_vl.envs.base import Env
+from rlinf_vl.envs.call_forms import ReplyForm
 from rlinf_vl.envs.single_turn import SingleTurn
 from rlinf_vl.errors import nearest
 from rlinf_vl.types import Problem
@@ -100,6 +101,7 @@ class EnvMaker:
         grade: (problem, response) → whether the response is right; environments get it as a
             `Grade`.
         reward_max, reward_min: the scale of rewards.
+        reply_form: how the checkpoint writes replies, for environments with that attribute.
     """
 
     name: str
@@ -108,6 +110,7 @@ class EnvMaker:
     grade: Callable[[Problem, str], bool]
     reward_max: float
     reward_min: float
+    reply_form: ReplyForm = ReplyForm()
 
     def __call__(self, problem: Problem, seed: int, group_seed: int) -> Env:
         """Return a new environment for one trajectory.
@@ -123,9 +126,10 @@ class EnvMaker:
             "group_seed": group_seed,
         }
         names = _parameters(cls)
-        return cast(
-            Env, cls(**kwargs, **{name: value for name, value in offered.items() if name in names})
-        )
+        env = cls(**kwargs, **{name: value for name, value in offered.items() if name in names})
+        if hasattr(cls, "reply_form"):
+            env.reply_form = self.reply_form
+        return cast(Env, env)
 
     def _grade(self, problem: Problem, response: str, answer: str) -> bool:
         return self.grade(
@@ -147,6 +151,11 @@ class EnvMaker:
         cls, kwargs = self._class_and_keywords(problem)
         for message in keyword_problems(cls, kwargs):
             raise ValueError(message)
+        tools_prompt = kwargs.get("tools_prompt", getattr(cls, "tools_prompt", None))
+        # A prompt of the user's may say how calls are written instead.
+        needs_form = tools_prompt == "" or "{call}" in (tools_prompt or "")
+        if self.reply_form.refusal and needs_form:
+            raise ValueError(f"{cls.__name__} has tools, and {self.reply_form.refusal}")
 
     def _class_and_keywords(self, problem: Problem) -> tuple[type, dict[str, Any]]:
         row_kwargs = problem.columns.get("env_kwargs") or {}

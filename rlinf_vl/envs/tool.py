@@ -1,8 +1,8 @@
 """Environments with tools. A tool is a public method of a `ToolEnv`'s subclass, with type hints and
 a docstring in Google's form.
 
-The system message describes them, and the policy calls them in the form that Hermes and Qwen models
-know:
+The system message describes them, and the policy calls them in the form of its checkpoint
+(`call_forms`), which for Hermes and Qwen3 is
 
     <tool_call>
     {"name": "multiply", "arguments": {"a": 3, "b": 6}}
@@ -16,7 +16,6 @@ tool, missing, unknown or mistyped arguments, an exception of the tool) are repo
 
 import inspect
 import json
-import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -24,22 +23,17 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from PIL import Image
 
-from rlinf_vl.envs.base import STRICT_JSON, Grade, StepResult
-from rlinf_vl.types import Message, Problem
+from rlinf_vl.envs.base import Grade, StepResult
+from rlinf_vl.envs.call_forms import JSON_CALLS, CallForm, ReplyForm, WrittenCall, count_unread
+from rlinf_vl.envs.call_forms.tagged import CLOSE, OPEN
+from rlinf_vl.types import READ_CALLS, UNREAD_CALLS, Message, Problem
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+__all__ = ["CLOSE", "OPEN", "Tool", "ToolEnv", "ToolFailure"]
+
 #: Length in characters up to which an error is shown uncut; it may quote the policy's text.
 MAX_ERROR = 300
 
 Part = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call as the policy wrote it: the value of its JSON, or the reason why it can't be read."""
-
-    value: Any
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +52,18 @@ class ToolEnv:
     `answer` changes how an episode ends. The numbers in `metrics` are recorded with every step.
 
     Attributes:
+        reply_form: how the checkpoint writes replies; the run sets it before `start`.
         tools_prompt: description of the tools in the system message; `{tools}` stands for their
-            schemas, one a line. "": none.
+            schemas, one a line, and `{call}` for how to write a call. "": none. Without `{call}`
+            the prompt itself says how, and calls are read as JSON in <tool_call>.
         tool_response: form of a result in a message; `{result}` stands for the result.
         max_tool_calls: number of calls of one response that are run; further calls are refused.
         problem: the problem of the episode.
-        metrics: name → number; `tool_calls` and `tool_errors` count calls and errors.
+        metrics: name → number; `tool_calls` and `tool_errors` count calls and errors, and
+            `READ_CALLS` and `UNREAD_CALLS` those whose form could be read and not.
     """
 
+    reply_form = ReplyForm()
     tools_prompt = """\
 # Tools
 
@@ -74,10 +72,7 @@ You may call one or more functions to assist with the user query. Their signatur
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call>:
-<tool_call>
-{"name": <function-name>, "arguments": <args-json-object>}
-</tool_call>"""
+{call}"""
     tool_response = "<tool_response>\n{result}\n</tool_response>"
     max_tool_calls = 8
     _tools: ClassVar[dict[str, Tool]] = {}
@@ -124,7 +119,9 @@ For each function call, return a json object with function name and arguments wi
         if self.max_tool_calls < 1:
             raise ValueError(f"max_tool_calls: {self.max_tool_calls} must be at least 1")
         self.problem = Problem("", (), "")
-        self.metrics: dict[str, float] = {"tool_calls": 0.0, "tool_errors": 0.0}
+        self.metrics: dict[str, float] = dict.fromkeys(
+            ("tool_calls", "tool_errors", READ_CALLS, UNREAD_CALLS), 0.0
+        )
         self._reward_so_far = 0.0
 
     def start(self, problem: Problem) -> list[Message]:
@@ -134,7 +131,10 @@ For each function call, return a json object with function name and arguments wi
         schemas = "\n".join(
             json.dumps(tool.schema, ensure_ascii=False) for tool in self._tools.values()
         )
-        tools_text = self.tools_prompt.replace("{tools}", schemas)
+        tools_text = self.tools_prompt
+        if "{call}" in tools_text:
+            tools_text = tools_text.replace("{call}", self.call_form.description)
+        tools_text = tools_text.replace("{tools}", schemas)
         if not tools_text:
             return messages
         parts: list[Part] = []
@@ -146,11 +146,15 @@ For each function call, return a json object with function name and arguments wi
 
     def step(self, response: str) -> StepResult:
         """Run the calls of a response, or take it for the answer if it has none."""
-        calls = parse_tool_calls(response)
+        reply = response.rpartition(self.reply_form.thought_end)[2]
+        calls = self.call_form.read(reply, [tool.schema for tool in self._tools.values()])
+        self.metrics[READ_CALLS] += sum(call.named is not None for call in calls)
+        self.metrics[UNREAD_CALLS] += count_unread(reply, calls)
         if not calls:
             result = self.answer(response)
             # What the subclass reports counts before the totals here.
-            return replace(result, info={"metrics": dict(self.metrics), **result.info})
+            reported = result.info.get("metrics", {})
+            return replace(result, info={**result.info, "metrics": {**self.metrics, **reported}})
         parts: list[Part] = []
         facts: list[dict[str, Any]] = []
         # A response with hundreds of calls would fill the context with results.
@@ -170,6 +174,14 @@ For each function call, return a json object with function name and arguments wi
             ({"role": "user", "content": parts},), self.pay(self.reward_min), False, info
         )
 
+    @property
+    def call_form(self) -> CallForm:
+        """The form in which calls are read. Raises ValueError: the checkpoint's is not known."""
+        # A prompt that describes a form of its own was written for the one that is always read.
+        if self.tools_prompt and "{call}" not in self.tools_prompt:
+            return JSON_CALLS
+        return self.reply_form.require_calls()
+
     def answer(self, response: str) -> StepResult:
         """End the episode with a response without calls, and leave its reward to the run's reward
         functions."""
@@ -188,7 +200,7 @@ For each function call, return a json object with function name and arguments wi
     def close(self) -> None:
         pass
 
-    def _run(self, call: ToolCall) -> tuple[list[Part], dict[str, Any]]:
+    def _run(self, call: WrittenCall) -> tuple[list[Part], dict[str, Any]]:
         """Run a call. Return its result or error as message parts, and the fact to record about
         it."""
         value = call.value if isinstance(call.value, dict) else {}
@@ -245,37 +257,6 @@ class ToolFailure(Exception):
 
 class _CallError(ValueError):
     """An error in the form of a call, told to the policy without the name of an exception."""
-
-
-def parse_tool_calls(response: str) -> list[ToolCall]:
-    """Return the calls of a response in order, broken ones included. Text before `</think>` is
-    ignored."""
-    text = response.rpartition("</think>")[2]
-    calls: list[ToolCall] = []
-    position = text.find(OPEN)
-    while position >= 0:
-        begin = end = _SPACE.match(text, position + len(OPEN)).end()  # pyright: ignore[reportOptionalMemberAccess]
-        value, error = None, None
-        try:
-            value, end = STRICT_JSON.raw_decode(text, begin)
-            # raises for half a surrogate pair, which can't be encoded
-            json.dumps(value, ensure_ascii=False).encode()
-        except json.JSONDecodeError as e:
-            error = f"not valid JSON: {e.msg} at character {e.pos - begin}"
-        except (ValueError, RecursionError) as e:
-            error = f"not valid JSON: {e}"
-        tag = _TAG.search(text, end)
-        if tag is None or tag[0] == OPEN:
-            error = f"{OPEN} is not closed by {CLOSE}"
-        elif error is None and text[end : tag.start()].strip():
-            error = f"not valid JSON: there is more behind the object, at character {end - begin}"
-        calls.append(ToolCall(None if error else value, error))
-        # Continue at the tag: a call that is not closed ends where the next one opens.
-        position = text.find(OPEN, tag.start() if tag else len(text))
-    return calls
-
-
-_SPACE, _TAG = re.compile(r"\s*"), re.compile(f"{OPEN}|{CLOSE}")
 
 
 def _tool(cls: type, name: str) -> Tool:

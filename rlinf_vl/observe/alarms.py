@@ -31,6 +31,8 @@ TRUNCATED = 0.5
 REF_KL, STEP_KL, KL_GROWTH, REF_KL_ANYWAY = 0.5, 0.1, 5.0, 2.0
 #: KL to the reference, and its growth, that make an alarm while the reward is flat.
 FLAT_KL, FLAT_GROWTH = 0.05, 2.0
+#: Share of calls of tools that could not be read.
+UNREAD = 0.02
 #: Share of tied groups: all rewards of a group are equal, so it has no advantage to learn from.
 TIED = 0.9
 #: Mean |rollout - train logprob| in nats, and its growth since the first steps.
@@ -267,6 +269,14 @@ def _recently(h: History) -> str:
     return _since_start(h) if len(h.rows) <= WINDOW else f"in the last {WINDOW} steps"
 
 
+def _unread_calls(h: History) -> str | None:
+    share = h.last("rollout/unread_tool_calls")
+    # A single step may have a handful of calls.
+    if len(h.rows) < WINDOW or not share > UNREAD:
+        return None
+    return f"{_recently(h)} {share:.0%} of the calls of tools could not be read"
+
+
 def _mismatch(h: History) -> str | None:
     name = "actor/rollout_train_abs_diff_mean"
     recent, first = h.last(name), h.first(name)
@@ -359,6 +369,15 @@ ALARMS: tuple[Alarm, ...] = (
         "the reward can't read, all 1 too easy ones, equal answers a sampling temperature too "
         "low; raise algorithm.group_size, take problems of another difficulty, or set "
         "algorithm.dynamic_sampling.enable=true",
+        from_start=True,
+    ),
+    Alarm(
+        "unread_tool_calls",
+        _unread_calls,
+        "read such answers (report.html): if they are in another form than the checkpoint's chat "
+        "template writes, let the template describe the tools (see docs/models.md), or describe "
+        "that form in a message; if they break off, raise max_new_tokens; if they are broken, the "
+        "policy has to learn the form first, by `rlinf-vl sft`",
         from_start=True,
     ),
     Alarm(

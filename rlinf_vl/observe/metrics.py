@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_vl.types import ENGINE_FAULT, ENVIRONMENT_FAULT, GroupSummary, TrajectorySummary
+from rlinf_vl.types import (
+    ENGINE_FAULT,
+    ENVIRONMENT_FAULT,
+    READ_CALLS,
+    UNREAD_CALLS,
+    GroupSummary,
+    TrajectorySummary,
+)
 
 Scalar = float | torch.Tensor
 #: Metrics called reward/… that are not the mean of a part of the reward.
@@ -138,7 +145,7 @@ def summarize_rollout(summaries: Sequence[GroupSummary], seconds: float) -> dict
     }
     if valid:
         metrics |= _episode_metrics(valid)
-    metrics |= env_metrics(summaries) | part_metrics(summaries)
+    metrics |= env_metrics(summaries) | part_metrics(summaries) | _call_metrics(valid)
     if clock_seconds := sum(s.engine_seconds[1] for s in summaries):
         metrics["rollout/engine_busy"] = sum(s.engine_seconds[0] for s in summaries) / clock_seconds
     # The prompt, which a group's trajectories share, counts once; sampled tokens are decoded, not
@@ -189,6 +196,13 @@ def _episode_metrics(valid: Sequence[TrajectorySummary]) -> dict[str, float]:
     return metrics
 
 
+def _call_metrics(valid: Sequence[TrajectorySummary]) -> dict[str, float]:
+    """Return the share of calls of tools that could not be read, where any were written."""
+    unread = sum(t.metrics.get(UNREAD_CALLS, 0) for t in valid)
+    written = unread + sum(t.metrics.get(READ_CALLS, 0) for t in valid)
+    return {"rollout/unread_tool_calls": unread / written} if written else {}
+
+
 def env_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """Return `env/NAME`: each measurement of the environments, averaged over the trajectories
     without an error that have it.
@@ -196,6 +210,8 @@ def env_metrics(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     Measurements of agents' sessions are called `agent/NAME` already.
     """
     means = _means("env/", [t.metrics for s in summaries for t in s.valid])
+    for name in (READ_CALLS, UNREAD_CALLS):
+        means.pop(f"env/{name}", None)  # they are `rollout/unread_tool_calls`
     return {
         name.removeprefix("env/") if name.startswith("env/agent/") else name: mean
         for name, mean in means.items()

@@ -24,6 +24,8 @@ from rlinf_vl.types.problem import (
 from rlinf_vl.types.summary import GroupSummary, TrajectorySummary
 from rlinf_vl.types.training import MicroBatch, Prices, RowPart
 from rlinf_vl.types.trajectory import (
+    READ_CALLS,
+    UNREAD_CALLS,
     TokenSequence,
     Trajectory,
     Turn,
@@ -33,7 +35,8 @@ from rlinf_vl.types.trajectory import (
 
 __all__ = [
     "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary",
-    "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "ROLES", "Reference",
-    "Request", "RowPart", "Sample", "SamplingParams", "TokenIds", "TokenSequence", "Trajectory",
-    "TrajectorySummary", "Turn", "UNGRADABLE", "distinct_tokens", "shared_prefix",
+    "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "READ_CALLS",
+    "ROLES", "Reference", "Request", "RowPart", "Sample", "SamplingParams", "TokenIds",
+    "TokenSequence", "Trajectory", "TrajectorySummary", "Turn", "UNGRADABLE", "UNREAD_CALLS",
+    "distinct_tokens", "shared_prefix",
 ]  # fmt: skip

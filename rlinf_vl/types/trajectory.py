@@ -121,6 +121,11 @@ def shared_prefix(trajectories: "Sequence[Trajectory]", placeholder_ids: TokenId
     return min(lengths, default=0)
 
 
+#: Names, among a trajectory's metrics, of the numbers of its calls of tools that could be read and
+#: that could not.
+READ_CALLS, UNREAD_CALLS = "read_tool_calls", "unread_tool_calls"
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One answer of the policy: tokens `start` … `end` of `Trajectory.sequences[sequence]`.

@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlinf_vl.envs.call_forms.base import CallForm, Tools, WrittenCall
 from rlinf_vl.envs.call_forms.braced import BracedCalls
@@ -16,7 +17,15 @@ from rlinf_vl.envs.call_forms.listed import (
 )
 from rlinf_vl.envs.call_forms.tagged import JsonCalls, PairCalls, ParameterCalls
 
-__all__ = ["FORMS", "JSON_CALLS", "CallForm", "Tools", "WrittenCall", "count_unread"]
+__all__ = [
+    "FORMS",
+    "JSON_CALLS",
+    "CallForm",
+    "ReplyForm",
+    "Tools",
+    "WrittenCall",
+    "count_unread",
+]
 
 #: The form that environments describe for a model without a form of its own.
 JSON_CALLS: CallForm = JsonCalls()
@@ -38,6 +47,27 @@ FORMS: tuple[CallForm, ...] = (
 _OPENING = re.compile(
     "|".join(sorted({re.escape(f.marks[0]) for f in FORMS if f.marks} | {"<function="}))
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """How a checkpoint writes its replies.
+
+    Attributes:
+        calls: the form of calls; None if no known one reads what the checkpoint's template writes.
+        thought_end: the mark behind thoughts, which are no part of the reply.
+        refusal: why calls can't be read; "" if they can.
+    """
+
+    calls: CallForm | None = JSON_CALLS
+    thought_end: str = "</think>"
+    refusal: str = ""
+
+    def require_calls(self) -> CallForm:
+        """Return the form of calls. Raises ValueError: it is not known."""
+        if self.calls is None:
+            raise ValueError(self.refusal)
+        return self.calls
 
 
 def count_unread(text: str, calls: Sequence[WrittenCall]) -> int:

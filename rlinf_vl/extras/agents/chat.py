@@ -15,7 +15,7 @@ from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.data.unusable import ImageError, shorten
-from rlinf_vl.envs.tool import OPEN, parse_tool_calls
+from rlinf_vl.envs.call_forms import CallForm, Tools, count_unread
 from rlinf_vl.extras.video.rows import to_clip_ref
 from rlinf_vl.types import IMAGE_URL_PREFIX, ImageRef, Message
 
@@ -83,7 +83,8 @@ class ChatRequest:
         new_images: those that were not known before, by the address under which they were sent.
         tools: OpenAI's descriptions of functions.
         parses_tools: whether calls of tools in the reply are returned as such.
-        prefill: text with which the reply must begin, "" for none (`tool_choice`).
+        requires_call: whether the reply must begin with a call (`tool_choice`).
+        required_tool: the name of the tool that it must call; "" for any.
         max_tokens: limit on the reply's tokens; None for the run's.
         stop: texts at which the reply ends.
         temperature, top_p: None for the run's.
@@ -98,7 +99,8 @@ class ChatRequest:
     new_images: dict[str, ImageRef] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
     parses_tools: bool = True
-    prefill: str = ""
+    requires_call: bool = False
+    required_tool: str = ""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     temperature: float | None = None
@@ -127,6 +129,7 @@ class Reply:
         thoughts: the text of the thoughts.
         finish_reason: stop, length or tool_calls.
         tokens: text, bytes and logprob of each sampled token; None for bytes that are not known.
+        read_calls, unread_calls: the numbers of calls in it that could be read, and that could not.
     """
 
     id: str
@@ -137,6 +140,8 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     tokens: tuple[tuple[str, bytes | None, float], ...] = ()
+    read_calls: int = 0
+    unread_calls: int = 0
 
     @property
     def message(self) -> dict[str, Any]:
@@ -162,27 +167,29 @@ def reply_of(
     finish_reason: str,
     usage: tuple[int, int],
     tokens: Sequence[tuple[str, bytes | None, float]],
-    parses_tools: bool,
+    form: CallForm | None,
+    tools: Tools = (),
 ) -> Reply:
-    """Return a reply, with the calls of tools in its text if `parses_tools`.
+    """Return a reply, with the calls of tools in its text.
 
-    Calls that can't be read stay text. `usage`: tokens of the prompt and of the reply.
+    Calls that can't be read stay text.
+
+    Args:
+        usage: tokens of the prompt and of the reply.
+        form: the form of calls; None if calls are text, too.
+        tools: those that may be called.
     """
     calls: list[ToolCall] = []
-    written = parse_tool_calls(text) if parses_tools else []
-    values = [call.value for call in written]
-    readable = all(
-        isinstance(value, dict)
-        and isinstance(value.get("name"), str)
-        and isinstance(value.get("arguments", {}), dict)
-        for value in values
-    )
+    written = form.read(text, tools) if form is not None else []
+    named = [call.named for call in written]
+    unread_calls = 0 if form is None else count_unread(text, written)
     # All or none: a call that is left out would be sampled and neither run nor answered.
-    if values and readable:
-        for number, value in enumerate(values):
-            arguments = json.dumps(value.get("arguments", {}), ensure_ascii=False)
-            calls.append(ToolCall(f"call_{reply_id[-12:]}_{number}", value["name"], arguments))
-        text = text.partition(OPEN)[0].rstrip()
+    if form is not None and named and None not in named:
+        for number, (name, arguments) in enumerate(filter(None, named)):
+            arguments_text = json.dumps(arguments, ensure_ascii=False)
+            call_id = form.call_id(reply_id, number, name)
+            calls.append(ToolCall(call_id, name, arguments_text))
+        text = text[: written[0].start].rstrip()
         finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
     prompt_tokens, completion_tokens = usage
     return Reply(
@@ -194,6 +201,8 @@ def reply_of(
         prompt_tokens,
         completion_tokens,
         tuple(tokens),
+        sum(call is not None for call in named),
+        unread_calls,
     )
 
 
@@ -241,7 +250,9 @@ def parse_chat(body: Any, known_images: Mapping[str, ImageRef], video: VideoConf
             "messages: the last one is the assistant's; the policy answers others", param="messages"
         )
     tools = _tools(body.get("tools", []))
-    parses_tools, prefill = _tool_choice(body.get("tool_choice", "auto"), tools)
+    parses_tools, requires_call, required_tool = _tool_choice(
+        body.get("tool_choice", "auto"), tools
+    )
     stream_options = body.get("stream_options", {})
     limits = [
         _number(body, name, 1, None, integer=True)
@@ -256,7 +267,8 @@ def parse_chat(body: Any, known_images: Mapping[str, ImageRef], video: VideoConf
         new_images=new_images,
         tools=tools,
         parses_tools=parses_tools,
-        prefill=prefill,
+        requires_call=requires_call,
+        required_tool=required_tool,
         max_tokens=min(given_limits, default=None),
         stop=_stop(body.get("stop", [])),
         temperature=_temperature(body),
@@ -325,18 +337,17 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
-    """Return whether calls are read, and the text that makes the policy call a tool."""
+def _tool_choice(choice: Any, tools: Tools) -> tuple[bool, bool, str]:
+    """Return whether calls are read, whether one is required, and of which tool."""
     if choice in ("auto", "none"):
-        return bool(tools) and choice == "auto", ""
+        return bool(tools) and choice == "auto", False, ""
     names = [tool["function"]["name"] for tool in tools]
-    # The policy is made to begin with a call: nothing else can make sure that there is one.
     if choice == "required" and names:
-        return True, f"{OPEN}\n"
+        return True, True, ""
     if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
         name = choice["function"].get("name")
         if name in names:
-            return True, f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
+            return True, True, name
     raise ChatError(
         f"tool_choice: {shorten(repr(choice))} is none of auto, none, required and the functions "
         f"{', '.join(names) or '(there are none)'}",
@@ -384,7 +395,9 @@ def _plain_message(
         calls = [_call_key(call) for call in tool_calls]
         plain["tool_calls"] = [
             {"type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
-            for _, name, arguments in calls
+            # Some templates show it, or refuse a call without one.
+            | ({"id": call_id} if call_id else {})
+            for call_id, name, arguments in calls
         ]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:

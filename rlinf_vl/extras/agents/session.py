@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import secrets
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,7 @@ from rlinf_vl.config.schema.data import VideoConfig
 from rlinf_vl.data.images import decode
 from rlinf_vl.data.unusable import ImageError, RowError
 from rlinf_vl.engines.base import EngineDied
+from rlinf_vl.envs.call_forms import CallForm
 from rlinf_vl.extras.agents.chat import ChatError, ChatRequest, Reply, reply_of
 from rlinf_vl.extras.agents.first_calls import FirstCalls
 from rlinf_vl.rollout.episode.faults import RolloutFault
@@ -35,7 +37,14 @@ from rlinf_vl.rollout.episode.generation_client import GenerationClient
 from rlinf_vl.rollout.episode.loop_bridge import cancel_all
 from rlinf_vl.rollout.episode.observation import Observation
 from rlinf_vl.rollout.episode.rollout_state import RolloutState, random_stream
-from rlinf_vl.types import ImageRef, Request, SamplingParams, TokenSequence
+from rlinf_vl.types import (
+    READ_CALLS,
+    UNREAD_CALLS,
+    ImageRef,
+    Request,
+    SamplingParams,
+    TokenSequence,
+)
 
 
 @dataclass(eq=False)
@@ -150,6 +159,7 @@ class AgentSession:
         self._pixels = {_pixel_digest(i): i.hash for i in state.problem.images}
         self._reencoded: set[str] = set()
         self._foreign_tokens = 0
+        self._call_counts: Counter[str] = Counter()
 
     async def complete(self, chat: ChatRequest) -> Reply:
         """Answer a call.
@@ -192,7 +202,7 @@ class AgentSession:
             "agent/resumed_share": resumed / max(1, len(answered) - 1) if answered else 0.0,
             "agent/reencoded_images": float(len(self._reencoded)),
             "agent/foreign_assistant_tokens": float(self._foreign_tokens),
-        }
+        } | {name: float(count) for name, count in self._call_counts.items()}
 
     async def _complete(self, chat: ChatRequest) -> Reply:
         if self._closed:
@@ -210,7 +220,7 @@ class AgentSession:
         try:
             await self._sample(call, chat)
             reply = await asyncio.to_thread(self._reply, call, chat)
-            self._record(call, reply, digests)
+            self._record(call, reply, digests, chat.parses_tools)
             # Only now: an agent that is refused again and again would fill the memory.
             self.images |= chat.new_images
         except BaseException:
@@ -288,8 +298,17 @@ class AgentSession:
                 f"the checkpoint's chat template or processor refuses them: {reason}"
             ) from error
 
+    def _call_form(self) -> CallForm:
+        """Return the form of calls. Raises ChatError: the checkpoint's is not known."""
+        try:
+            return self._client.renderer.words.reply_form.require_calls()
+        except ValueError as error:
+            raise ChatError(f"tools: {error}", param="tools") from error
+
     def _rendered_request(self, call: AgentCall, chat: ChatRequest) -> Request:
         renderer, observation = self._client.renderer, call.observation
+        if chat.parses_tools:
+            self._call_form()
         for image in observation.images:
             self._note_image(image)
         for message in observation.messages:
@@ -307,8 +326,9 @@ class AgentSession:
             assert last_request is not None
             images = last_request.images + observation.images
             ids, grids = renderer.follow(call.parent.sequence.ids, path[0].observation, turns)
-        if chat.prefill:
-            call.prefill = self._prefill(chat.prefill)
+        if chat.requires_call:
+            # The policy is made to begin with a call: nothing else can make sure that there is one.
+            call.prefill = self._prefill(self._call_form().prefill(chat.required_tool or None))
             ids = np.concatenate([ids, call.prefill])
         seed = self.state.seed
         if call.stream != "0":
@@ -423,15 +443,21 @@ class AgentSession:
             "length" if finish_reason == "length" else "stop",
             (turn.start, turn.end - turn.start),
             tokens,
-            chat.parses_tools,
+            self._call_form() if chat.parses_tools else None,
+            chat.tools,
         )
 
-    def _record(self, call: AgentCall, reply: Reply, digests: Sequence[bytes]) -> None:
+    def _record(
+        self, call: AgentCall, reply: Reply, digests: Sequence[bytes], parses_tools: bool
+    ) -> None:
         """Add a call's answer to the trajectory, so that later calls can continue it."""
         self.turn_of[reply.id] = len(self.state.turns)
         turn, processor = call.state.turns[-1], self._client.renderer.processor
         self.state.add_turn(call.sequence, turn, processor, turn.start)
         self.last_reply = reply.text
+        if parses_tools:
+            self._call_counts[READ_CALLS] += reply.read_calls
+            self._call_counts[UNREAD_CALLS] += reply.unread_calls
         # Of two calls with equal replies the later one is continued; tools' calls have ids.
         self._answered[_extended(digests[-1], reply.key)] = call
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlinf_vl.config.schema import Config
 from rlinf_vl.envs import EnvMaker
+from rlinf_vl.envs.call_forms import ReplyForm
 from rlinf_vl.envs.registry import SINGLE, grades_answers, load_env_class
 from rlinf_vl.errors import never_reported
 from rlinf_vl.rewards.processes import Limits, ProcessPool, UserFunctions
@@ -38,8 +39,13 @@ def scorer_of(
     )
 
 
-def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
-    """Return the maker of a run's environments, which grade with `scorer` (None: the run's)."""
+def env_maker_of(
+    config: Config, scorer: Scorer | None = None, reply_form: ReplyForm | None = None
+) -> EnvMaker:
+    """Return the maker of a run's environments, which grade with `scorer` (None: the run's).
+
+    `reply_form`: the checkpoint's (`Renderer.words`); None where no policy answers.
+    """
     scorer = scorer or scorer_of(config)
     rollout = config.rollout
     # An environment of verifiers drives itself, so it is none of ours.
@@ -51,6 +57,7 @@ def env_maker_of(config: Config, scorer: Scorer | None = None) -> EnvMaker:
         scorer.grade,
         reward_max=config.reward.reward_max_val,
         reward_min=config.reward.reward_min_val,
+        reply_form=reply_form or ReplyForm(),
     )
 
 

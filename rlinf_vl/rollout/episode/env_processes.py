@@ -16,6 +16,7 @@ from PIL import Image
 from rlinf_vl.config.schema import Config
 from rlinf_vl.data.images import to_image_ref
 from rlinf_vl.envs import Env, EnvMaker, StepResult
+from rlinf_vl.envs.call_forms import ReplyForm
 from rlinf_vl.envs.registry import SINGLE
 from rlinf_vl.rollout.episode.env_executor import EnvHandle, ThreadExecutor
 from rlinf_vl.rollout.episode.env_makers import env_maker_of
@@ -34,7 +35,9 @@ class ProcessEnvMaker:
         """`timeout_s` limits a call of an environment."""
         self._make_env = make_env
         self._pool = UserProcessPool(
-            partial(EnvHost, config, timeout_s), timeout_s, config.rollout.env_processes
+            partial(EnvHost, config, timeout_s, make_env.reply_form),
+            timeout_s,
+            config.rollout.env_processes,
         )
 
     def __call__(self, problem: Problem, seed: int, group_seed: int) -> Env:
@@ -95,9 +98,11 @@ class ProcessEnv:
 class EnvHost:
     """In its process: holds environments by number, and calls them."""
 
-    def __init__(self, config: Config, timeout_s: float) -> None:
+    def __init__(
+        self, config: Config, timeout_s: float, reply_form: ReplyForm | None = None
+    ) -> None:
         self._executor = ThreadExecutor(timeout_s)
-        self._make_env = env_maker_of(config)
+        self._make_env = env_maker_of(config, reply_form=reply_form)
         self._envs: dict[int, EnvHandle] = {}
 
     @property

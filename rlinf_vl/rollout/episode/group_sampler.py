@@ -144,7 +144,7 @@ class GroupSampler:
         self.scorer = scorer
         thought_tokens = config.rollout.thinking.budget
         self.builder = builder
-        self.make_env = env_maker_of(config, scorer)
+        self.make_env = env_maker_of(config, scorer, builder.renderer.words.reply_form)
         client = GenerationClient(
             self.engine,
             builder.renderer,

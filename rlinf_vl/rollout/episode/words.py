@@ -13,7 +13,7 @@ from os.path import commonprefix
 from typing import Any
 
 from rlinf_vl.data.unusable import shorten
-from rlinf_vl.envs.call_forms import FORMS, JSON_CALLS, CallForm
+from rlinf_vl.envs.call_forms import FORMS, JSON_CALLS, CallForm, ReplyForm
 from rlinf_vl.types import Message
 
 #: The marks around thoughts that are known, the usual ones first.
@@ -90,17 +90,17 @@ class Words:
     shows_pictures_in_results: bool
     sample: str
 
-    def require_calls(self) -> CallForm:
-        """Return the form of calls. Raises ValueError: there is no known one."""
-        if self.calls is None:
-            readable = "; ".join(form.name for form in FORMS)
-            raise ValueError(
-                "the checkpoint's chat template writes calls of tools in a form that is not "
-                f"known: {shorten(repr(self.sample), MAX_SHOWN)}; known are {readable}. Set "
-                "`chat_template` of the checkpoint's tokenizer to one that writes such a form, or "
-                "describe the tools in a message"
-            )
-        return self.calls
+    @property
+    def reply_form(self) -> ReplyForm:
+        """How the checkpoint writes replies, for those who read them."""
+        readable = "; ".join(form.name for form in FORMS)
+        refusal = (
+            "the checkpoint's chat template writes calls of tools in a form that is not known: "
+            f"{shorten(repr(self.sample), MAX_SHOWN)}; known are {readable}. Set `chat_template` "
+            "of the checkpoint's tokenizer to one that writes such a form, or describe the tools "
+            "and a form of their calls in a message"
+        )
+        return ReplyForm(self.calls, self.thought_marks[1], "" if self.calls else refusal)
 
 
 def find_words(render: Render, through_ids: Callable[[str], str] = str) -> Words:

@@ -241,13 +241,13 @@ def _environment(config: Config) -> Iterator[str]:
         ]
         yield from problems
         if not problems:
-            rewards = {"reward_max": scale.reward_max_val, "reward_min": scale.reward_min_val}
             make = EnvMaker(
                 rollout.env_class,
                 rollout.env_kwargs,
                 config.runner.code_files,
                 lambda *_: False,
-                **rewards,
+                reward_max=scale.reward_max_val,
+                reward_min=scale.reward_min_val,
             )
             env = make(Problem("", (), ""), 0, 0)
             # As in a run, where an environment that does not close harms nobody.

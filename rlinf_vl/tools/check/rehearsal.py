@@ -104,7 +104,7 @@ def rehearse(config: Config, model_path: str) -> Rehearsal:
     # A judge is a service that costs money: asking it is left to the run.
     entries = [entry for entry in config.reward.entries if entry["function"] not in ASKING]
     scorer = scorer_of(config, entries)
-    make_env = env_maker_of(config, scorer)
+    make_env = env_maker_of(config, scorer, builder.renderer.words.reply_form)
     strict_env = make_env
     if needs_reference(config) and not config.rollout.has_agents:
         strict_env = replace(make_env, grade=partial(_grade, scorer, make_env))

@@ -65,6 +65,8 @@ def test_first_answer_is_told_from_what_the_tool_helped_to():
     assert result.info["metrics"] == {
         "tool_calls": 3.0,
         "tool_errors": 0.0,
+        "read_tool_calls": 3.0,
+        "unread_tool_calls": 0.0,
         "first_correct": 0.0,
         "correct": 1.0,
     }

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlinf_vl.envs import StepResult
-from rlinf_vl.envs.tool import ToolEnv, parse_tool_calls
+from rlinf_vl.envs import EnvMaker, StepResult
+from rlinf_vl.envs.call_forms import FORMS, JSON_CALLS, ReplyForm
+from rlinf_vl.envs.tool import ToolEnv
 from rlinf_vl.types import Problem
 
 PROBLEM = Problem("p:0", ({"role": "user", "content": [{"type": "text", "text": "6 × 7?"}]},), "42")
@@ -111,6 +112,52 @@ def test_a_system_message_of_the_problem_comes_first_and_no_prompt_adds_none():
     assert desk(tools_prompt="").start(PROBLEM) == list(PROBLEM.messages)
 
 
+def test_calls_are_read_and_described_in_the_checkpoints_form():
+    form = FORMS[1]
+    make = EnvMaker("desk", {}, {}, lambda *_: False, 1.0, 0.0, ReplyForm(form, "[/THINK]"))
+    env = desk()
+    env.reply_form = make.reply_form
+    system = env.start(PROBLEM)[0]["content"][0]["text"]
+    assert "<function=<function-name>>" in system and "args-json-object" not in system
+    written = form.write([("multiply", {"a": 3, "b": 6})])
+    result = env.step(f"[THINK]{written}[/THINK]{written}")
+    assert "\n18\n" in result.messages[0]["content"][0]["text"]
+    assert result.info["tool_calls"] == [{"name": "multiply", "arguments": {"a": 3, "b": 6}}]
+    broken = env.step(
+        "<tool_call>\n<function=multiply>\n<parameter=a>\n3\n</function>\n</tool_call>"
+    )
+    assert "error: '\\n<parameter=a>" in broken.messages[0]["content"][0]["text"]
+    # Calls in other forms: in a tag of this one's, and in none.
+    assert not env.step(call("multiply", a=3)).done
+    last = env.step('[TOOL_CALLS]multiply[ARGS]{"a": 3}')
+    assert last.done
+    metrics = last.info["metrics"]
+    assert (metrics["read_tool_calls"], metrics["unread_tool_calls"]) == (1, 3)
+
+
+def test_a_prompt_that_describes_a_form_is_read_in_that_form():
+    env = desk(tools_prompt="Tools:\n{tools}\nWrite JSON in <tool_call>.")
+    env.reply_form = ReplyForm(FORMS[1])
+    assert env.call_form is JSON_CALLS
+    for tools_prompt in ("{tools} {call}", ""):
+        env = desk(tools_prompt=tools_prompt)
+        env.reply_form = ReplyForm(FORMS[1])
+        assert env.call_form is FORMS[1]
+
+
+def test_an_environment_of_a_checkpoint_with_an_unknown_form_is_refused(tmp_path):
+    unknown = ReplyForm(None, "</think>", "its form is not known: '<|x|>'")
+    kwargs = {}
+    make = EnvMaker("picture_tool", kwargs, {}, lambda *_: False, 1.0, 0.0, unknown)
+    with pytest.raises(
+        ValueError, match=r"PictureTool has tools, and its form is not known: '<\|x"
+    ):
+        make.check(PROBLEM)
+    kwargs["tools_prompt"] = "Tools: {tools}. Write JSON in <tool_call>."
+    make.check(PROBLEM)
+    assert make(PROBLEM, 0, 0).reply_form is unknown
+
+
 def test_calls_are_answered_in_order_with_text_numbers_mappings_and_pictures():
     assert text(call("multiply", a=3, b=6)) == "<tool_response>\n18\n</tool_response>"
     assert text(call("find", what="text")) == "<tool_response>\n<b>é\n</tool_response>"
@@ -176,7 +223,10 @@ def test_what_is_wrong_with_a_call_is_its_response(response, wrong):
     (fact,) = result.info["tool_calls"]
     assert wrong in fact["error"] and fact.keys() == {"name", "arguments", "error"}
     json.dumps(fact, ensure_ascii=False).encode()
-    assert result.info["metrics"] == {"tool_calls": 1.0, "tool_errors": 1.0}
+    metrics = result.info["metrics"]
+    assert metrics["tool_calls"] == metrics["tool_errors"] == 1
+    # Calls that name a tool were read, whatever else is wrong with them.
+    assert metrics["read_tool_calls"] + metrics["unread_tool_calls"] == 1
     assert text(call("multiply", a=4), env) == "<tool_response>\n8\n</tool_response>"
 
 
@@ -200,7 +250,12 @@ def test_what_is_recorded_of_calls():
         {"name": "fail", "arguments": {}, "error": "KeyError: 'no fuel'"},
     ]
     assert env.step("42").info == {
-        "metrics": {"tool_calls": 2.0, "tool_errors": 1.0},
+        "metrics": {
+            "tool_calls": 2.0,
+            "tool_errors": 1.0,
+            "read_tool_calls": 2.0,
+            "unread_tool_calls": 0.0,
+        },
         "answer": "42",
     }
 
@@ -211,7 +266,9 @@ def test_a_turn_has_so_many_calls():
     assert result.messages[0]["content"][0]["text"].endswith(
         "2\n</tool_response>\n<tool_response>\nerror: 3 further calls were not run: at most 2 a turn\n</tool_response>"
     )
-    assert result.info["metrics"] == {"tool_calls": 5.0, "tool_errors": 3.0}
+    metrics = result.info["metrics"]
+    assert metrics["tool_calls"] == metrics["read_tool_calls"] == 5
+    assert metrics["tool_errors"] == 3
 
 
 def test_thoughts_hold_no_calls():
@@ -269,7 +326,7 @@ PIECES = st.sampled_from(
 def test_whatever_is_written_is_answered(response):
     env = desk()
     result = env.step(response)
-    assert result.done == (not parse_tool_calls(response))
+    assert result.done == (not JSON_CALLS.read(response.rpartition("</think>")[2]))
     for message in result.messages:
         for part in message["content"]:
             part["text"].encode()

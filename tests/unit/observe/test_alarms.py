@@ -16,7 +16,7 @@ GROUPS = 16
 STILL = {
     "reward/mean": 0.3, "reward/accuracy": 0.3, "reward/zero_std_groups": 4, "actor/entropy": 0.8, "actor/ref_kl": 0.01,
     "actor/approx_kl": 0.001, "rollout/response_length_mean": 200.0, "rollout/truncated": 0.05,
-    "actor/rollout_train_abs_diff_mean": 0.01,
+    "actor/rollout_train_abs_diff_mean": 0.01, "rollout/unread_tool_calls": 0.01,
 }  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def ending(steps=60, **last):
         ("reward_free_drift", {"actor/entropy": 0.2}),
         ("groups_tied", {"reward/zero_std_groups": 16}),
         ("mismatch_rising", {"actor/rollout_train_abs_diff_mean": 0.2}),
+        ("unread_tool_calls", {"rollout/unread_tool_calls": 0.03}),
     ],
 )
 def test_an_alarm_is_raised_once_by_what_it_is_for(kind, last):

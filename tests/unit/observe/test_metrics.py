@@ -193,6 +193,23 @@ def test_rollout_summary_by_hand():
     )
 
 
+def test_calls_that_could_not_be_read_are_a_share_of_all_that_were_written():
+    groups = [
+        summary(
+            "g",
+            trajectory(4, 1.0, read_tool_calls=5.0, unread_tool_calls=0.0),
+            trajectory(4, 0.0, read_tool_calls=0.0, unread_tool_calls=1.0, moves=1.0),
+            trajectory(4, 0.0),
+            trajectory(4, 0.0, error="worker died", unread_tool_calls=9.0),
+        )
+    ]
+    metrics = summarize_rollout(groups, 1.0)
+    assert metrics["rollout/unread_tool_calls"] == 1 / 6
+    assert [name for name in metrics if name.startswith("env/")] == ["env/moves"]
+    silent = [summary("g", trajectory(4, 1.0, read_tool_calls=0.0, unread_tool_calls=0.0))]
+    assert "rollout/unread_tool_calls" not in summarize_rollout(silent, 1.0)
+
+
 def test_rollout_summary_of_nothing_has_no_nan():
     for summaries in ([], [summary("failed", trajectory(0, 0.0, error="x"))]):
         metrics = summarize_rollout(summaries, seconds=0.0)

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from chat_templates import TEMPLATES
 from episodes import encoded, picture
 from PIL import Image
 from scripted_engine import Scripted
@@ -31,7 +32,7 @@ from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.episode.generation_client import GenerationClient
 from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.rollout.episode.rollout_state import RolloutState
-from rlinf_vl.types import Problem, SamplingParams, distinct_tokens
+from rlinf_vl.types import READ_CALLS, UNREAD_CALLS, Problem, SamplingParams, distinct_tokens
 
 SHOWN = encoded(picture(48, 32, 9))
 PROBLEM = Problem("p:0", (), "18", (SHOWN,))
@@ -277,9 +278,93 @@ def test_broken_calls_and_choice_none_leave_text(tool_processor):
         broken = await ask(client, [user("What")], tools=TOOLS)
         return broken, await ask(client, [user("x")], tools=TOOLS, tool_choice="none")
 
-    for completion in run(Served(tool_processor, '<tool_call>{"name": </tool_call>', CALL), talk):
+    served = Served(tool_processor, '<tool_call>{"name": </tool_call>', CALL)
+    for completion in run(served, talk):
         message = completion.choices[0].message
         assert message.tool_calls is None and "<tool_call>" in message.content
+    # Where calls are text they are neither read nor missed.
+    metrics = served.opened.metrics
+    assert (metrics[READ_CALLS], metrics[UNREAD_CALLS]) == (0, 1)
+
+
+def processor_of_form(toy_folder, family):
+    processor = Processor(toy_folder, family_of("qwen3_vl"))
+    processor.tokenizer.chat_template = TEMPLATES[family][0]
+    return processor
+
+
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_an_agent_sees_the_calls_of_a_checkpoint_with_a_form_of_its_own(toy_folder):
+    processor = processor_of_form(toy_folder, "qwen3_5")
+
+    async def talk(client):
+        messages = [user("What")]
+        first = await ask(client, messages, tools=TOOLS)
+        message = first.choices[0].message
+        tool = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "6"}
+        messages += [message.model_dump(exclude_none=True), tool]
+        pieces = await ask(client, messages, tools=TOOLS, stream=True)
+        return first, [piece async for piece in pieces]
+
+    served = Served(processor, f"<think>\nso\n</think>\n\nI add.\n\n{XML}", f"{XML}\n{XML}")
+    first, pieces = run(served, talk)
+    (choice,) = first.choices
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 3}
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I add."
+    assert choice.message.model_extra["reasoning_content"] == "so"
+    deltas = [piece.choices[0] for piece in pieces if piece.choices]
+    (calls,) = [choice.delta.tool_calls for choice in deltas if choice.delta.tool_calls]
+    assert [json.loads(call.function.arguments) for call in calls] == [{"a": 3}] * 2
+    assert deltas[-1].finish_reason == "tool_calls"
+    state = served.opened.state
+    # The second call extends the ids of the first: nothing was encoded again.
+    assert len(state.sequences) == 1 and len(state.turns) == 2
+    assert served.opened.metrics[READ_CALLS] == 3 and served.opened.metrics[UNREAD_CALLS] == 0
+
+
+def test_calls_in_another_form_are_counted_and_stay_text(toy_folder):
+    served = Served(processor_of_form(toy_folder, "qwen3_5"), CALL)
+
+    async def talk(client):
+        return await ask(client, [user("What")], tools=TOOLS)
+
+    (choice,) = run(served, talk).choices
+    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+    assert served.opened.metrics[UNREAD_CALLS] == 1 and served.opened.metrics[READ_CALLS] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "choice", "answer"),
+    [
+        ("qwen3_5", "required", XML.partition("<function=")[2]),
+        ("qwen3_5", "add", XML.partition("<function=add>\n")[2]),
+        ("glm4_7", "add", "<arg_key>a</arg_key><arg_value>3</arg_value></tool_call>"),
+        ("llama4", "required", '"add", "parameters": {"a": 3}}'),
+    ],
+)
+def test_a_required_call_begins_in_the_template_s_form(toy_folder, family, choice, answer):
+    served = Served(processor_of_form(toy_folder, family), answer)
+    named = {"type": "function", "function": {"name": choice}}
+
+    async def talk(client):
+        chosen = choice if choice == "required" else named
+        return await ask(client, [user("What")], tools=TOOLS, tool_choice=chosen)
+
+    (call,) = run(served, talk).choices[0].message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 3}
+
+
+def test_tools_are_refused_where_their_calls_could_not_be_read(toy_folder):
+    async def talk(client):
+        with pytest.raises(openai.BadRequestError, match="tools: .*not known: '<|calls_begin|>"):
+            await ask(client, [user("What")], tools=TOOLS)
+        return await ask(client, [user("What")])
+
+    served = Served(processor_of_form(toy_folder, "deepseek"), "18")
+    assert run(served, talk).choices[0].message.content == "18"
 
 
 def test_an_answer_ends_at_a_stop_text_and_only_its_tokens_are_kept(processor):

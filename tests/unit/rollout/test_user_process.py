@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from rlinf_vl.envs import StepResult
+from rlinf_vl.envs.call_forms import FORMS, ReplyForm
 from rlinf_vl.extras.agents.contract import AgentResult, result_of
 from rlinf_vl.rewards import GradingError
 from rlinf_vl.rollout.episode import env_processes, user_process
@@ -391,10 +392,16 @@ class Pictures:
 
 
 def test_what_an_environment_shows_leaves_its_process_encoded(monkeypatch):
-    monkeypatch.setattr(env_processes, "env_maker_of", lambda config: Pictures)
+    forms = []
+
+    def env_maker_of(config, reply_form):
+        forms.append(reply_form)
+        return Pictures
+
+    monkeypatch.setattr(env_processes, "env_maker_of", env_maker_of)
 
     async def main():
-        host = EnvHost(None, TIMEOUT_S)
+        host = EnvHost(None, TIMEOUT_S, ReplyForm(FORMS[1]))
         (message,) = await host.start(3, None, 1, 2)
         result = await host.step(3, "left")
         await host.close(3)
@@ -402,6 +409,7 @@ def test_what_an_environment_shows_leaves_its_process_encoded(monkeypatch):
         return message, result, host.hung
 
     message, result, hung = asyncio.run(main())
+    assert [form.calls for form in forms] == [FORMS[1]]
     assert type(message["role"]) is str and message["role"] == "user" and hung == 0
     text, *parts, number = message["content"]
     assert (type(text), text, number) == (str, "(1, 2)", 3) and type(message["content"]) is list

@@ -54,7 +54,7 @@ def test_the_form_of_calls_is_found(renderers, family):
     words = renderers[family].words
     assert words.shows_calls and words.calls is not None
     assert words.calls.name.startswith(TEMPLATES[family][1])
-    assert words.require_calls() is words.calls
+    assert words.reply_form.require_calls() is words.calls
 
 
 def test_glm_s_two_forms_differ_by_what_the_template_writes(renderers):
@@ -71,7 +71,7 @@ def test_an_unknown_form_is_refused_with_the_template_s_text(renderers):
     words = renderers["deepseek"].words
     assert words.shows_calls and words.arguments_as_text and words.calls is None
     with pytest.raises(ValueError, match=r"form that is not known: '<\|calls_begin\|>.*probe_one"):
-        words.require_calls()
+        words.reply_form.require_calls()
 
 
 def test_thoughts_and_results_are_found(renderers):
