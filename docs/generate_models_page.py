@@ -57,6 +57,28 @@ Each row is a certificate of `rlinf-vl prove-family`: the largest of each path's
 type without a certificate begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
 
 CERTIFICATES
+## A checkpoint's own words
+
+Checkpoints write calls of tools in forms of their own. The form is found by trying out the chat template: it renders
+calls with arguments of every type, two calls, calls beside a text and a thought, and results. A form is the
+checkpoint's if its reader reads all of that back exactly, through the tokenizer. Types come from the tools' schemas.
+
+| form | checkpoints |
+|---|---|
+| `<tool_call>` `{"name": …, "arguments": …}` `</tool_call>` | Hermes, Qwen2.5, Qwen3, Qwen3-VL |
+| `<tool_call><function=NAME><parameter=KEY>` value … `</tool_call>` | Qwen3-Coder, Qwen3.5, 3.6 and 3.8, Nemotron 3 |
+| `<tool_call>NAME<arg_key>` key `</arg_key><arg_value>` value … `</tool_call>` | GLM-4.5 and later, with vision or not |
+| `[TOOL_CALLS] [{"name": …, "arguments": …}]` | Mistral, Pixtral |
+| `[TOOL_CALLS]NAME[ARGS]{…}` | Mistral since Small 3.2, Magistral |
+| `<\\|tool_call>call:NAME{key:value}<tool_call\\|>` | Gemma 4 |
+| `{"name": …, "parameters": …}` as the whole reply | Llama 3.1 to 4 |
+| `[name(key=value)]`, alone or between `<\\|tool_call_start\\|>` and `<\\|tool_call_end\\|>` | LFM2, LFM2-VL |
+
+A template that shows no calls (InternVL, LLaVA, Gemma 3) has no form: environments describe the first one. Where
+tools are used, a form that no reader knows is refused with the text that the template wrote. Thoughts may stand between
+`<think>`, `[THINK]`, `◁think▷` or `<|channel>thought` and their ends. The forms are one file each in
+[`rlinf_vl/envs/call_forms/`](../rlinf_vl/envs/call_forms/__init__.py).
+
 ## Prove a family
 
 ```bash

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.presets import with_presets
-from rlinf_vl.config.schema import AlgorithmConfig, Config
+from rlinf_vl.config.schema import AlgorithmConfig, Config, DataConfig
 from rlinf_vl.config.validate import Rule, validate_config
 
 
@@ -99,6 +99,8 @@ def imitation_problems(config: Config) -> Iterator[str]:
             "data.overlong: cut would take from what is imitated; set drop or error, and "
             "runner.seq_length for how long a conversation may be"
         )
+    if not data.imitate:
+        yield "data.imitate: [] leaves nothing to learn; name content, thoughts or calls"
     if data.sample_val and not data.val_data_paths:
         yield "data.sample_val: true without data.val_data_paths samples nothing; name some"
 
@@ -109,6 +111,7 @@ def sampled_problems(config: Config) -> Iterator[str]:
     for key, is_set in (
         ("messages_key", data.messages_key is not None),
         ("turn_mask_key", data.turn_mask_key is not None),
+        ("imitate", data.imitate != DataConfig().imitate),
         ("sample_val", data.sample_val),
     ):
         if is_set:

@@ -16,6 +16,13 @@ from rlinf_vl.config.parts import load_part
 from rlinf_vl.data.answers import answer_text
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import image_values, to_image_ref
+from rlinf_vl.data.tool_fields import (
+    MESSAGE_FIELDS,
+    THOUGHT_KEYS,
+    is_set,
+    message_fields,
+    row_tools,
+)
 from rlinf_vl.data.unusable import (
     ANSWER_UNUSABLE,
     ENVIRONMENT_UNUSABLE,
@@ -38,10 +45,8 @@ _PART_TYPES |= {name: name for name in PLACEHOLDERS.values()}
 #: Keys under which such a part may have its image or video, the first one that is set.
 _VALUE_KEYS = ("image_url", "image", "video_url", "video", "url", "path", "base64")
 #: Keys of messages and their parts that are read; `weight` is read in conversations to imitate.
-_MESSAGE_KEYS = {"role", "content"}
+_MESSAGE_KEYS = {"role", "content", *MESSAGE_FIELDS, *THOUGHT_KEYS}
 _PART_KEYS = {"type", "text", "fps", *_VALUE_KEYS}
-#: Keys of messages that say more of what is learned than their content does.
-_LEARNED_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 #: `reward_spec.method` (SkyRL) and `reward_model.style` (verl) of rows that need no answer, as a
 #: model judges responses.
 _JUDGED = {"reward_model", "model"}
@@ -90,8 +95,8 @@ def row_to_problem(
     try:
         messages, unused_keys = _messages(row[form.prompt_key] if form.prompt_key else "", form)
         if form.messages_key is not None:
-            _check_tools(row)
             _set_weights(messages, row[form.turn_mask_key] if form.turn_mask_key else None, form)
+        tools = row_tools(row.get("tools"), required=form.messages_key is not None)
     except ValueError as e:
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
     if form.prompt_variants:
@@ -119,17 +124,8 @@ def row_to_problem(
         n_dropped,
         is_chat,
         unused_keys=unused_keys,
+        tools=tools,
     )
-
-
-def _check_tools(row: dict[str, Any]) -> None:
-    """Raise ValueError if a conversation to imitate has tools."""
-    if _is_set(row.get("tools")):
-        raise ValueError(
-            "column 'tools': the tools of a conversation are not supported, and without "
-            "them an answer is learned to another prompt; take the column out if its "
-            "messages do not depend on it"
-        )
 
 
 def _with_system_prompt(messages: Sequence[Message], text: str) -> list[Message]:
@@ -301,22 +297,6 @@ def _plain(value: Any) -> Any:
     return float(str(value)) if isinstance(value, np.floating) else value
 
 
-def _is_set(value: Any) -> bool:
-    """Return whether a value is neither missing nor empty; tables fill in the keys of other rows."""
-    return value is not None and not (isinstance(value, (str, list, dict)) and not value)
-
-
-def _check_learned_keys(message: Message, key: str) -> None:
-    """Raise ValueError if a message says more than its content, see `_LEARNED_KEYS`."""
-    for name in _LEARNED_KEYS:
-        if _is_set(message.get(name)):
-            raise ValueError(
-                f"column {key!r}: a message of role {message['role']!r} has {name!r}, which is not "
-                "supported and changes what is learned; write it into the content in the model's "
-                "own form, or leave the row out"
-            )
-
-
 def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, ...]]:
     """Return the chat messages of a prompt, and the keys of its messages and parts that nothing
     reads. The parts of ours are texts, images and videos.
@@ -347,19 +327,28 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
     unused_keys: set[str] = set()
     for message in prompt:
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        fields: dict[str, Any] = {}
         if is_message:
-            _check_learned_keys(message, key)
+            try:
+                fields = message_fields(message)
+            except ValueError as e:
+                raise ValueError(
+                    f"column {key!r}: a message of role {message['role']!r} has {e}"
+                ) from e
+        # A message of calls needs no text.
+        if fields.keys() & {"tool_calls", "reasoning_content"} and message.get("content") is None:
+            message = {**message, "content": ""}
         if not is_message or "content" not in message:
             raise ValueError(
                 f"column {key!r}: {_shown(message)} is no chat message with role and content"
             )
-        unused_keys |= {name for name in message.keys() - read_keys if _is_set(message[name])}
+        unused_keys |= {name for name in message.keys() - read_keys if is_set(message[name])}
         content, parts = message["content"], []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind is not None:
                 names = part.keys() - _PART_KEYS
-                unused_keys |= {f"content.{name}" for name in names if _is_set(part[name])}
+                unused_keys |= {f"content.{name}" for name in names if is_set(part[name])}
             if kind == "text" and isinstance(part.get("text"), str):
                 _add_marked_text(parts, part["text"])
             elif kind in _PART_TYPES:
@@ -369,14 +358,14 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
                     f"column {key!r}: content part {_shown(part)} is neither text nor an image or "
                     "a video"
                 )
-        messages.append({"role": message["role"], "content": parts})
+        messages.append({"role": message["role"], "content": parts} | fields)
         if imitates and message["role"] == "assistant":
             messages[-1]["weight"] = message.get("weight")
     if imitates and messages[-1]["role"] != "assistant":
         raise ValueError(
             f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'assistant'"
         )
-    if not imitates and messages[-1]["role"] != "user":
+    if not imitates and messages[-1]["role"] not in ("user", "tool"):
         raise ValueError(
             f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'"
         )
@@ -433,7 +422,8 @@ def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> Non
             raise ValueError(
                 f"{named} shows an image or a video, which no model here can answer with"
             )
-        if not any(part["text"].strip() for part in answer["content"]):
+        has_text = any(part["text"].strip() for part in answer["content"])
+        if not has_text and "tool_calls" not in answer:
             raise ValueError(f"{named} says nothing")
         answer["weight"] = int(weight)
     if not any(answer["weight"] for answer in answers):

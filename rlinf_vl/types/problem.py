@@ -6,7 +6,8 @@ from typing import Any
 
 #: A chat message in OpenAI's form: {"role": str, "content": str | list of parts}; a part is
 #: {"type": "text", "text": str} or {"type": "image_url", "image_url": {"url": "image://<hash>"}}; a
-#: video's is {"type": "video_url", "video_url": {"url": …}}.
+#: video's is {"type": "video_url", "video_url": {"url": …}}. An assistant's may have `tool_calls` and
+#: `reasoning_content`, and a tool's `tool_call_id` and `name`.
 Message = dict[str, Any]
 #: The allowed values of a message's "role".
 ROLES = ("system", "user", "assistant", "tool")
@@ -59,6 +60,7 @@ class Problem:
     )
     chat: bool = False  # whether the row's prompt is a list of messages
     unused_keys: tuple[str, ...] = ()  # keys of its messages and their parts that nothing reads
+    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's descriptions of functions, for the template
 
     @property
     def labels(self) -> dict[str, str | float]:

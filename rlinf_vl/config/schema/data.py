@@ -61,6 +61,9 @@ class DataConfig:
     turn_mask_key: str | None = None
     """Column with a list of true or false (1 or 0) for each of the assistant's messages: whether
     it is imitated. null: all of them are, but those with `weight: 0` in the message."""
+    imitate: list[str] = key(["content", "thoughts", "calls"], ("content", "thoughts", "calls"))
+    """Parts of an imitated answer that carry loss in `rlinf-vl sft`: its text, its thoughts with
+    their marks, its calls of tools. Results of tools never do."""
     image_keys: list[str] = field(default_factory=lambda: ["images"])
     """Columns that hold images, in order; [] for text only, or for images in chat messages."""
     video_keys: list[str] | None = None

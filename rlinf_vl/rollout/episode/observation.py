@@ -51,6 +51,7 @@ def observe(
     problem: Problem,
     corrupted_images: Shown | None = None,
     video: VideoConfig = _DEFAULT_VIDEO,
+    tools: tuple[dict[str, Any], ...] = (),
 ) -> Observation:
     """Convert an environment's messages to an observation.
 
@@ -60,6 +61,7 @@ def observe(
             machine, as the environment is the user's code.
         corrupted_images: the images to show in place of these.
         video: data.video.
+        tools: as in `Observation`.
 
     Raises:
         ImageError: an image or a video can't be used.
@@ -94,7 +96,7 @@ def observe(
         else message
         for message in messages
     )
-    return Observation(plain_messages, tuple(images))
+    return Observation(plain_messages, tuple(images), tools)
 
 
 def _noun(part: Any) -> str | None:

@@ -271,7 +271,8 @@ class Player(GroupPlayer):
         """Convert the environment's first messages to an observation."""
         messages = list(messages)
         try:
-            return observe(messages, problem, corrupted_images, self.settings.video)
+            video = self.settings.video
+            return observe(messages, problem, corrupted_images, video, problem.tools)
         except Exception as error:
             # Messages that are the row's own fail by the row's fault.
             if messages == list(problem.messages):

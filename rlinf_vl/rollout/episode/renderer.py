@@ -122,55 +122,105 @@ class Renderer:
             ValueError: the rendered prompt does not hold one placeholder per image, or the template
                 shows no tools.
         """
-        if tools and self._render(_QUESTION, tools) == self._render(_QUESTION):
-            raise ValueError(
-                "the checkpoint's chat template does not show tools; describe them in a message"
-            )
+        self._check_tools(tools)
         marked, mark, _ = self._encoder.mark_special(messages, 0, tools)
         clips = filter(is_clip, images)
         return self._expand(self._encoder.encode(self._render(*marked), mark, clips), images)
 
+    def check_shown(self, messages: Sequence[Message]) -> None:
+        """Check that the chat template shows what messages say beside their content.
+
+        Raises:
+            ValueError: it leaves out calls, thoughts or results, which is named.
+        """
+        for number, message in enumerate(messages, 1):
+            is_result = message["role"] == "tool"
+            content = message.get("content")
+            parts = content if isinstance(content, list) else []
+            pictures = any(part.get("type") != "text" for part in parts)
+            checks = (
+                ("tool_calls", bool(message.get("tool_calls")), "shows_calls"),
+                ("reasoning_content", bool(message.get("reasoning_content")), "shows_thoughts"),
+                ("the role 'tool'", is_result, "shows_results"),
+                (
+                    "a picture in a tool's result",
+                    is_result and pictures,
+                    "shows_pictures_in_results",
+                ),
+            )
+            for name, is_there, fact in checks:
+                if is_there and not getattr(self.words, fact):
+                    raise ValueError(
+                        f"message {number} has {name}, which the checkpoint's chat template does "
+                        "not show; write it into the content, or name a checkpoint whose template "
+                        "shows it"
+                    )
+
     def conversation(
-        self, messages: Sequence[Message], images: Sequence[ImageRef], imitated: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        images: Sequence[ImageRef],
+        imitated: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
     ) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
         """Encode a conversation that ends with an answer, as if the answers to imitate had been
         sampled: each behind the prompt that the policy would have got there, encoded on its own,
         with the token that ends its turn.
 
         Args:
-            messages: the assistant's have a text as content.
+            messages: the assistant's have a text as content; thoughts in it are taken as
+                `reasoning_content` where the template shows that.
             imitated: the indices of the messages to imitate, in order, the last one among them.
+            tools: OpenAI's descriptions of functions, which the template shows.
 
         Returns:
             (ids int32 [T], (start, end) of each of these answers, grids int32 [len(images), 3]).
 
         Raises:
-            ValueError: as `prompt`; or the template changes an answer (it drops the thoughts of
-                earlier ones, say), renders what comes before it in another way when the
+            ValueError: as `prompt` and `check_shown`; or the template changes an answer (it drops
+                the thoughts of earlier ones, say), renders what comes before it in another way when the
                 conversation goes on, or writes no stop token after it.
         """
-        (marked, _), text_mark, end_marks = self._encoder.mark_special(messages, len(imitated))
-        rendered = self._render(marked, add_generation_prompt=False)
-        prompts = [self._render(marked[:i]) for i in imitated]
-        contents = [marked[i]["content"] for i in imitated]
+        self._check_tools(tools)
+        self.check_shown(messages)
+        if self.words.shows_thoughts:
+            messages = [_with_thoughts_apart(m, self.words.thought_marks) for m in messages]
+        (marked, marked_tools), text_mark, end_marks = self._encoder.mark_special(
+            messages, len(imitated), tools
+        )
+        rendered = self._render(marked, marked_tools, add_generation_prompt=False)
+        prompts = [self._render(marked[:i], marked_tools) for i in imitated]
+        answers = [dict(marked[i]) for i in imitated]
+        # An answer with calls ends behind these, which take no mark.
+        heads = {
+            i: self._render(marked[: i + 1], marked_tools, add_generation_prompt=False)
+            for i in imitated
+            if marked[i].get("tool_calls")
+        }
         for i, end_mark in zip(imitated, end_marks, strict=True):
-            marked[i]["content"] += end_mark
-        marked_text = self._render(marked, add_generation_prompt=False)
+            if i not in heads:
+                marked[i]["content"] += end_mark
+        marked_text = self._render(marked, marked_tools, add_generation_prompt=False)
         stop_texts = [self.token_text(stop_id) for stop_id in self.processor.stop_ids]
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
-        position = 0  # in `rendered`, up to where `ids` reach
+        position = n_marks = 0  # in `rendered`, up to where `ids` reach; marks up to there
         clips = filter(is_clip, images)
-        for k, (i, prompt, content) in enumerate(zip(imitated, prompts, contents, strict=True)):
+        for k, (i, prompt, answer) in enumerate(zip(imitated, prompts, answers, strict=True)):
             own_row = "give the conversation up to there as a row of its own"
-            if not rendered.startswith(prompt) or len(prompt) < position:
+            is_kept = rendered.startswith(prompt) and rendered.startswith(heads.get(i, ""))
+            if not is_kept or len(prompt) < position:
                 raise ValueError(
                     f"the checkpoint's chat template renders what comes before message {i + 1} in "
                     f"another way once the conversation goes on; {own_row}"
                 )
-            # Without the marks of the answers before this one.
-            end = marked_text.find(end_marks[k]) - k
-            if not rendered[len(prompt) : max(end, 0)].endswith(content):
+            if i in heads:
+                end = _turn_end(rendered, len(prompt), len(heads[i]), stop_texts)
+            else:
+                # Without the marks of the answers before this one.
+                end = marked_text.find(end_marks[k]) - n_marks
+                n_marks += 1
+            if not self._says(rendered[len(prompt) : max(end, 0)], answer, text_mark, tools):
                 raise ValueError(
                     f"the checkpoint's chat template changes message {i + 1} (it trims white "
                     "space, or drops the thoughts of an earlier answer); write it as the template "
@@ -195,6 +245,30 @@ class Renderer:
             [(positions[start], positions[end]) for start, end in spans],
             self._grids(images),
         )
+
+    def _says(
+        self, text: str, answer: Message, text_mark: str, tools: Sequence[dict[str, Any]]
+    ) -> bool:
+        """Return whether a rendered answer says all that its message does, unchanged."""
+        content, thoughts = answer["content"], answer.get("reasoning_content", "")
+        calls = answer.get("tool_calls")
+        if thoughts:
+            head, end_mark, text = text.rpartition(self.words.thought_marks[1])
+            if not end_mark or not head.rstrip().endswith(thoughts.strip()):
+                return False
+            content = content.lstrip()
+        if not calls:
+            return text.endswith(content)
+        form = self.words.reply_form.require_calls()
+        written = form.read(text.replace(text_mark, "") if text_mark else text, tools)
+        named = [call.named for call in written]
+        functions = [call["function"] for call in calls]
+        expected = [(function["name"], function["arguments"]) for function in functions]
+        plain_calls = json.dumps(expected, sort_keys=True)
+        if text_mark:
+            plain_calls = plain_calls.replace(json.dumps(text_mark)[1:-1], "")
+        is_equal = json.dumps(named, sort_keys=True) == plain_calls
+        return is_equal and content.strip() in text
 
     def follow(
         self, ids: np.ndarray, start: Observation, turns: Sequence[tuple[np.ndarray, Observation]]
@@ -263,6 +337,34 @@ class Renderer:
             else:
                 rewritten += self._encoder.encode(piece, text_mark, clips)
         return self._expand(rewritten, images)
+
+    def _check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError if there are tools, and the template shows none."""
+        if tools and self._render(_QUESTION, tools) == self._render(_QUESTION):
+            raise ValueError(
+                "the checkpoint's chat template does not show tools; describe them in a message"
+            )
+
+    def part_ends(self, answer: np.ndarray, tools: Sequence[dict[str, Any]]) -> tuple[int, int]:
+        """Return the numbers of an answer's tokens, int32 [R], before its content and before its
+        calls of tools; the latter is R without calls.
+
+        A token that lies in two parts belongs to the later one.
+        """
+        thoughts = self.thoughts(answer)
+        form = self.words.calls
+        calls = form.read(thoughts.reply, tools) if form is not None else []
+        if not calls:
+            return thoughts.tokens, len(answer)
+        # Counted from the end, where thoughts and their marks make no difference.
+        tail = len(thoughts.reply) - calls[0].start
+        lengths = range(thoughts.tokens, len(answer))
+        decode = self.processor.decode
+        first = bisect_left(lengths, True, key=lambda i: len(decode(answer[i:])) <= tail)
+        call_start = lengths[first] if first < len(lengths) else len(answer)
+        if len(decode(answer[call_start:])) < tail:
+            call_start -= 1
+        return thoughts.tokens, call_start
 
     def thoughts(self, answer: np.ndarray) -> Thoughts:
         """Find the thoughts of an answer, int32 [R].
@@ -460,6 +562,27 @@ class Renderer:
         return np.asarray([self.processor.grid(image) for image in images], np.int32).reshape(
             len(images), 3
         )
+
+
+def _turn_end(rendered: str, start: int, end: int, stop_texts: Sequence[str]) -> int:
+    """Return where the stop token of a turn, rendered[start:end], begins; `end` without one."""
+    stops = [rendered.rfind(text, start, end) for text in stop_texts if text]
+    return max((stop for stop in stops if stop >= 0), default=end)
+
+
+def _with_thoughts_apart(message: Message, marks: tuple[str, str]) -> Message:
+    """Return a message whose thoughts are not in its content but in `reasoning_content`."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    begin, end = marks
+    head, end_mark, reply = content.partition(end)
+    if not end_mark or message.get("reasoning_content"):
+        return message
+    thoughts = head.lstrip().removeprefix(begin).strip()
+    if not thoughts:
+        return message  # some templates would leave out the marks, too
+    return {**message, "content": reply.lstrip("\n"), "reasoning_content": thoughts}
 
 
 def _images(observations: Iterable[Observation]) -> list[ImageRef]:

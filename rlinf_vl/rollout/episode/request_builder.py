@@ -84,7 +84,9 @@ class RequestBuilder:
         """
 
         def to_request(observation: Observation) -> Request:
-            ids, grids = self.renderer.prompt(observation.messages, observation.images)
+            ids, grids = self.renderer.prompt(
+                observation.messages, observation.images, observation.tools
+            )
             return Request(ids, observation.images, grids, sampling, ())
 
         def fits(observation: Observation) -> bool:
@@ -117,7 +119,9 @@ class RequestBuilder:
             RowError: the messages make no prompt, or one that is too long.
         """
         try:
-            return self.first(observe(problem.messages, problem), SamplingParams(), any_length)[0]
+            self.renderer.check_shown(problem.messages)
+            observation = observe(problem.messages, problem, tools=problem.tools)
+            return self.first(observation, SamplingParams(), any_length)[0]
         except Exception as error:
             raise row_error(problem, error) from error
 
@@ -222,7 +226,7 @@ def _conversation_end(conversation: Observation, m: int, p: int, n_characters: i
         for part in _parts(message):
             if image := part.get("image_url") or part.get("video_url"):
                 remaining.append(images[image["url"]])
-    return Observation(tuple(messages), tuple(remaining))
+    return Observation(tuple(messages), tuple(remaining), conversation.tools)
 
 
 def _parts(message: Message) -> list[dict[str, Any]]:

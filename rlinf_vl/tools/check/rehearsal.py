@@ -281,7 +281,9 @@ def _begin_episode(
     env: Env = call(partial(make_env, problem, 0, 0))
     try:
         messages = list(call(partial(env.start, problem)))
-        request, _ = builder.first(observe(messages, problem), SamplingParams())
+        request, _ = builder.first(
+            observe(messages, problem, tools=problem.tools), SamplingParams()
+        )
         result = call(partial(env.step, BAD_ANSWER))
         if not isinstance(result, StepResult):
             returned = type(result).__name__
