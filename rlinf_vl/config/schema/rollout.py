@@ -71,6 +71,10 @@ class ThinkingConfig:
     """Most tokens of a thought, its `<think>` included. One that has used them up is closed with
     `</think>`, which is not sampled and carries no loss, and the answer goes on within
     max_new_tokens. null: no limit but max_new_tokens."""
+    history: str = key("as_template", ("as_template", "keep"))
+    """Thoughts of earlier answers in the next prompt: as the checkpoint's chat template has them,
+    or all of them, as sampled. Where the template drops them, as_template makes each turn after a
+    question a sequence of its own, and keep one sequence of all turns."""
 
 
 @dataclass

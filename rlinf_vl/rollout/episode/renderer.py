@@ -31,8 +31,8 @@ from rlinf_vl.rollout.episode.text_encoder import TextEncoder
 from rlinf_vl.rollout.episode.words import THOUGHT_MARKS, Words, find_words
 from rlinf_vl.types import ImageRef, Message
 
-#: The marks that enclose thoughts in an answer's text.
-THINK, END_THINK = "<think>", "</think>"
+#: The usual marks that enclose thoughts in an answer's text.
+THINK, END_THINK = THOUGHT_MARKS[0]
 #: Capacity of the cache of rendered prompts, in bytes.
 RENDERED_BYTES = 2**26
 #: The bytes for which the characters of byte-level vocabularies stand.
@@ -64,11 +64,14 @@ class Renderer:
         processor: Processor,
         thinking: str = "auto",
         template_variables: Mapping[str, Any] | None = None,
+        keeps_thoughts: bool = False,
     ) -> None:
         """
         Args:
             thinking: the template's option enable_thinking, "on" or "off"; "auto" leaves it out.
             template_variables: further ones, as `rollout.chat_template_kwargs`.
+            keeps_thoughts: whether prompts keep the thoughts of earlier answers, as sampled, where
+                the template drops them (`rollout.thinking.history: keep`).
 
         Raises:
             ConfigError: the template ignores one of them.
@@ -81,6 +84,7 @@ class Renderer:
         self._encoder = TextEncoder(processor)
         template = self._tokenizer.chat_template
         self._options = dict(template_variables or {})
+        self._keeps_thoughts = keeps_thoughts
         # A checkpoint may have several templates by name.
         template_text = template if isinstance(template, str) else json.dumps(template)
         if problems := list(unnamed_variables(self._options, template_text)):
@@ -279,7 +283,8 @@ class Renderer:
         `ids`. Then follow the end of the turn (unless the answer ended with it), the template's
         text between turns, and the last observation. If the template rewrites the history (it
         drops the thoughts of earlier answers, for example), everything is encoded anew, except the
-        replies after the thoughts, which keep their sampled ids.
+        replies after the thoughts, which keep their sampled ids; with `keeps_thoughts` the prompt
+        begins with `ids` then, too.
 
         Args:
             ids: the last turn's prompt and answer, int32 [T].
@@ -309,6 +314,10 @@ class Renderer:
         last_index = answer_indices[-1]
         unchanged = self._render(marked[:last_index], tools) + marked[last_index]["content"]
         rendered = self._render(marked, tools)
+        is_rewritten = not rendered.startswith(unchanged)
+        if self._keeps_thoughts and is_rewritten and reply_marks[-1] in rendered:
+            # What the template writes behind the last answer does not depend on thoughts.
+            unchanged = rendered[: rendered.rindex(reply_marks[-1]) + 1]
         if rendered.startswith(unchanged):
             new_clips = filter(is_clip, last_observation.images)
             new_ids = self._encoder.encode(rendered[len(unchanged) :], text_mark, new_clips)
@@ -373,8 +382,9 @@ class Renderer:
         A thought begins with `<think>`, or with the answer if the generation prompt ends with
         that mark.
         """
-        text = None if self._marks.keys() >= {THINK, END_THINK} else self._text(answer)
-        begin, end = self._last(THINK, answer, text), self._last(END_THINK, answer, text)
+        begin_mark, end_mark = self._thought_marks
+        text = None if self._marks.keys() >= {begin_mark, end_mark} else self._text(answer)
+        begin, end = self._last(begin_mark, answer, text), self._last(end_mark, answer, text)
         if begin is not None and (end is None or begin[0] >= end[1]):
             return Thoughts(len(answer), begin[0], "")
         if end is None:
@@ -386,14 +396,16 @@ class Renderer:
             )
         # The token that ends the mark may go on with the reply's first characters.
         mark_ids = answer[end[0] : end[1]]
-        reply_start = self._text(mark_ids).rpartition(END_THINK)[2]
+        reply_start = self._text(mark_ids).rpartition(end_mark)[2]
         reply = (reply_start + self.processor.decode(answer[end[1] :])).lstrip()
         return Thoughts(end[1], None, reply)
 
     def thought_text(self, answer: np.ndarray) -> str:
         """Return the text of an answer's thoughts without their marks; "" if it has none."""
         text = self._text(answer[: self.thoughts(answer).tokens])
-        return text.replace(THINK, "").replace(END_THINK, "").strip()
+        for mark in self._thought_marks:
+            text = text.replace(mark, "")
+        return text.strip()
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special ones included."""
@@ -423,13 +435,13 @@ class Renderer:
 
     @property
     def think_id(self) -> int | None:
-        """The id of `<think>`, None if it is several tokens."""
-        return self._marks.get(THINK)
+        """The id of the mark that opens a thought, None if it is several tokens."""
+        return self._marks.get(self._thought_marks[0])
 
     @cached_property
     def closing(self) -> np.ndarray:
         """The ids that close a thought, int32 [n]."""
-        return self.encode(f"\n{END_THINK}\n\n")
+        return self.encode(f"\n{self._thought_marks[1]}\n\n")
 
     def _last(self, mark: str, ids: np.ndarray, text: str | None) -> tuple[int, int] | None:
         """Find the last occurrence of a mark; return its first token and the one after it.
@@ -454,7 +466,13 @@ class Renderer:
     def _marks(self) -> dict[str, int]:
         """The ids of the marks that are one token."""
         vocabulary = self._tokenizer.get_vocab()
-        return {mark: vocabulary[mark] for mark in (THINK, END_THINK) if mark in vocabulary}
+        return {mark: vocabulary[mark] for mark in self._thought_marks if mark in vocabulary}
+
+    @property
+    def _thought_marks(self) -> tuple[str, str]:
+        """The marks that open and end the checkpoint's thoughts."""
+        marks = self.words.thought_marks
+        return (THINK, END_THINK) if marks == THOUGHT_MARKS[0] else marks
 
     def _text(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
@@ -468,10 +486,11 @@ class Renderer:
         has_stop_id = (sampled[-1:] == stop_ids[:, None]).any()
         ids = sampled[: len(sampled) - has_stop_id]
         text = self.processor.decode(ids)
-        thoughts, end_mark, tail = text.rpartition(END_THINK)
+        begin_mark, close_mark = self._thought_marks
+        thoughts, end_mark, tail = text.rpartition(close_mark)
         if not end_mark:
-            is_cut = self.begins_with_thoughts or text.lstrip().startswith(THINK)
-            return (f"{text}\n{END_THINK}\n\n", []) if is_cut else ("", ids.tolist())
+            is_cut = self.begins_with_thoughts or text.lstrip().startswith(begin_mark)
+            return (f"{text}\n{close_mark}\n\n", []) if is_cut else ("", ids.tolist())
         reply = tail.lstrip()
         # The first token whose text lies within the reply.
         first = bisect_left(
@@ -497,8 +516,8 @@ class Renderer:
 
     @cached_property
     def begins_with_thoughts(self) -> bool:
-        """Whether the generation prompt ends with `<think>`."""
-        return self._render(_QUESTION).rstrip().endswith(THINK)
+        """Whether the generation prompt ends with the mark that opens a thought."""
+        return self._render(_QUESTION).rstrip().endswith(self._thought_marks[0])
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any

@@ -46,7 +46,9 @@ def renderer_of(config: Config, processor: Processor) -> Renderer:
         ConfigError: as `Renderer`.
     """
     rollout = config.rollout
-    return Renderer(processor, rollout.thinking.mode, rollout.chat_template_kwargs)
+    thinking = rollout.thinking
+    keeps_thoughts = thinking.history == "keep"
+    return Renderer(processor, thinking.mode, rollout.chat_template_kwargs, keeps_thoughts)
 
 
 def request_builder_of(config: Config, processor: Processor) -> RequestBuilder:

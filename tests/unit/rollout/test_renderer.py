@@ -381,6 +381,32 @@ def test_a_template_that_rewrites_history_begins_anew_and_no_other(
     )
 
 
+def test_thoughts_of_earlier_answers_stay_in_the_prompt_where_the_run_keeps_them(
+    processor, monkeypatch
+):
+    """The template drops them; what it writes behind an answer is what it writes behind any."""
+    monkeypatch.setattr(processor.tokenizer, "chat_template", DROPS)
+    renderer = Renderer(processor, keeps_thoughts=True)
+    stop = processor.stop_ids[0]
+    question, second, third = ({"role": "user", "content": text} for text in ("x", "y", "x"))
+    prompt, _ = renderer.prompt([question], [])
+    thoughtful = [*letters(processor, "so</think>What"), stop]
+    plain, _ = Renderer(processor).prompt([question], [])
+    expected, n = follow(
+        Renderer(processor), [question], [*letters(processor, "What"), stop], [second]
+    )
+    ids, stood = follow(renderer, [question], thoughtful, [second])
+    assert np.array_equal(prompt, plain)
+    assert stood == len(prompt) + len(thoughtful) and n == len(prompt) + 5
+    assert ids[len(prompt) : stood].tolist() == thoughtful
+    assert ids[stood:].tolist() == expected[n:].tolist()
+    # And so in the turn after that.
+    answer = np.array(thoughtful, np.int32)
+    turns = [(answer, Observation((second,), ())), (answer, Observation((third,), ()))]
+    whole, _ = renderer.follow(np.concatenate([ids, answer]), Observation((question,), ()), turns)
+    assert np.array_equal(whole[: len(ids) + len(answer)], np.concatenate([ids, answer]))
+
+
 def test_the_ids_behind_thoughts_are_those_that_were_sampled(processor, monkeypatch):
     """Also if one token ends the thoughts and begins what is said."""
     monkeypatch.setattr(processor.tokenizer, "chat_template", DROPS)

@@ -223,6 +223,18 @@ def test_types_come_from_the_tool_s_schema():
     assert value("say </parameter> twice", type="string") == "say </parameter> twice"
 
 
+def test_thoughts_are_told_apart_in_the_checkpoints_marks(renderers):
+    for family in ("qwen3_5", "magistral", "gemma4"):
+        renderer = renderers[family]
+        begin, end = renderer.words.thought_marks
+        answer = renderer.encode(f"{begin}\nHm.\n{end}\n\nI look.")
+        thoughts = renderer.thoughts(answer)
+        assert thoughts.reply == "I look." and thoughts.open is None
+        assert renderer.thought_text(answer) == "Hm."
+        assert renderer.thoughts(renderer.encode(f"{begin}\nHm.")).open == 0
+        assert renderer.processor.decode(renderer.closing).strip() == end
+
+
 def test_special_tokens_that_mark_calls_stay_in_the_text(renderers):
     renderer = renderers["magistral"]
     ids = renderer.encode('[TOOL_CALLS]look[ARGS]{"count": 3}<|im_end|>')
