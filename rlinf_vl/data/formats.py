@@ -47,6 +47,8 @@ FORMATS = {
     "verifiers": Format(("problem",), ("answer",), ("",)),
     # seeds://N: there is no reference answer
     "seeds": Format(("problem",), ("",), ("",)),
+    # LLaVA, ShareGPT, VLM-R1, LLaMA-Factory: messages of from and value
+    "sharegpt": Format(("conversations",), ("answer", "solution", "")),
     # a folder of images in subfolders named by label; data.prompt_variants are the question
     "folder": Format(("",), ("label",), ("file_name",)),
 }
@@ -61,6 +63,7 @@ RECOGNISED: tuple[tuple[str, set[str]], ...] = (
     ("openrlhf", {"input", "label"}),
     ("trl", {"prompt"}),
     ("openai", {"messages"}),
+    ("sharegpt", {"conversations"}),
     ("seeds", {"problem", "seed"}),
     ("folder", {"file_name", "label"}),
 )
@@ -173,9 +176,14 @@ class RowFormat:
         images = self.image_keys
         if tuple(images) == RowFormat().image_keys:
             images = next(((name,) for name in _IMAGES if name in available), ())
+        messages_key = self.messages_key
+        is_default = messages_key == "messages" and messages_key not in available
+        if is_default and "conversations" in available:
+            messages_key = "conversations"
         return replace(
             self,
-            prompt_key=self.messages_key,
+            messages_key=messages_key,
+            prompt_key=messages_key,
             answer_key=self.answer_key if self.answer_key in available else "",
             image_keys=images,
         )

@@ -16,6 +16,7 @@ from rlinf_vl.config.parts import load_part
 from rlinf_vl.data.answers import answer_text
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.images import image_values, to_image_ref
+from rlinf_vl.data.other_messages import openai_messages
 from rlinf_vl.data.tool_fields import (
     MESSAGE_FIELDS,
     THOUGHT_KEYS,
@@ -45,7 +46,7 @@ _PART_TYPES |= {name: name for name in PLACEHOLDERS.values()}
 #: Keys under which such a part may have its image or video, the first one that is set.
 _VALUE_KEYS = ("image_url", "image", "video_url", "video", "url", "path", "base64")
 #: Keys of messages and their parts that are read; `weight` is read in conversations to imitate.
-_MESSAGE_KEYS = {"role", "content", *MESSAGE_FIELDS, *THOUGHT_KEYS}
+_MESSAGE_KEYS = {"role", "content"}
 _PART_KEYS = {"type", "text", "fps", *_VALUE_KEYS}
 #: `reward_spec.method` (SkyRL) and `reward_model.style` (verl) of rows that need no answer, as a
 #: model judges responses.
@@ -314,14 +315,24 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
         with suppress(ValueError):
             # A text may begin like JSON and be none, or be a list of something else.
             parsed = json.loads(prompt)
-            prompt = parsed if all("role" in message for message in parsed) else prompt
+            is_chat = all("role" in message or "from" in message for message in parsed)
+            prompt = parsed if is_chat else prompt
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(
             f"column {key!r} holds {_shown(prompt)}: expected a text or a list of chat messages"
         )
+    try:
+        prompt = openai_messages(prompt)
+    except ValueError as e:
+        raise ValueError(f"column {key!r}: {e}") from e
     imitates = form.messages_key is not None
+    if not imitates and form.answer_key == key:
+        # The last answer is the reference (`_answer`).
+        prompt = prompt[: -1 if _last_answer(prompt) is not None else None]
+    if not prompt:
+        raise ValueError(f"column {key!r}: there is no message before the last answer")
     read_keys = _MESSAGE_KEYS | ({"weight"} if imitates else set())
     messages: list[Message] = []
     unused_keys: set[str] = set()
@@ -342,7 +353,9 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
             raise ValueError(
                 f"column {key!r}: {_shown(message)} is no chat message with role and content"
             )
-        unused_keys |= {name for name in message.keys() - read_keys if is_set(message[name])}
+        role_keys = {*MESSAGE_FIELDS.get(message["role"], ()), *THOUGHT_KEYS}
+        unread = message.keys() - read_keys - role_keys
+        unused_keys |= {name for name in unread if is_set(message[name])}
         content, parts = message["content"], []
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             kind = part.get("type") if isinstance(part, dict) else None
@@ -367,7 +380,9 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
         )
     if not imitates and messages[-1]["role"] not in ("user", "tool"):
         raise ValueError(
-            f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'"
+            f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'user'; "
+            f"data.answer_key={key} takes the last answer for the reference, and `rlinf-vl sft` "
+            "imitates it"
         )
     user_parts = [
         part for message in messages if message["role"] == "user" for part in message["content"]
@@ -442,6 +457,24 @@ def _image_parts(message: Message) -> list[dict[str, Any]]:
     return [part for part in message["content"] if part["type"] == "image_url"]
 
 
+def _last_answer(prompt: Any) -> str | None:
+    """Return the text of the assistant's message at the end of a prompt; None if there is none."""
+    if isinstance(prompt, str) and prompt.lstrip().startswith("[{"):
+        with suppress(ValueError):
+            prompt = json.loads(prompt)
+    messages = openai_messages(prompt) if isinstance(prompt, list) and prompt else []
+    if (
+        not messages
+        or not isinstance(messages[-1], dict)
+        or messages[-1].get("role") != "assistant"
+    ):
+        return None
+    content = messages[-1].get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content
+
+
 def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
     """Return the reference answer of a row as text; "" if it needs none.
 
@@ -450,6 +483,8 @@ def _answer(row: dict[str, Any], row_id: str, form: RowFormat) -> str:
     """
     key = form.answer_key
     value = at_path(row, key) if key else ""
+    if key and key == form.prompt_key and form.messages_key is None:
+        value = _last_answer(value)
     reward_spec = row.get(key.partition(".")[0]) if "." in key else None
     if (
         not key

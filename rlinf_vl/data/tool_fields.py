@@ -7,8 +7,11 @@ from typing import Any
 from rlinf_vl.data.unusable import shorten
 from rlinf_vl.types import Message
 
-#: The fields of a message beside role and content that chat templates get.
-MESSAGE_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+#: The fields of a message beside role and content that chat templates get, by its role.
+MESSAGE_FIELDS = {
+    "assistant": ("tool_calls", "reasoning_content"),
+    "tool": ("tool_call_id", "name"),
+}
 #: Names under which other systems keep thoughts.
 THOUGHT_KEYS = ("reasoning", "thinking")
 
@@ -19,7 +22,7 @@ def is_set(value: Any) -> bool:
 
 
 def message_fields(message: Message) -> dict[str, Any]:
-    """Return the `MESSAGE_FIELDS` of a row's message that are set, in the form of chat templates.
+    """Return those `MESSAGE_FIELDS` of a row's message that are set, in the form of chat templates.
 
     Arguments of calls are mappings there; as JSON text in the row, they keep their null values.
 
@@ -29,7 +32,8 @@ def message_fields(message: Message) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if is_set(message.get("function_call")):
         raise ValueError("'function_call', which is not supported; write it as 'tool_calls'")
-    for name in ("tool_call_id", "name", "reasoning_content", *THOUGHT_KEYS):
+    result_keys = MESSAGE_FIELDS["tool"] if message["role"] == "tool" else ()
+    for name in (*result_keys, "reasoning_content", *THOUGHT_KEYS):
         value = message.get(name)
         if not is_set(value):
             continue
@@ -45,7 +49,7 @@ def message_fields(message: Message) -> dict[str, Any]:
     if not is_set(calls):
         return fields
     if isinstance(calls, str):
-        calls = _parsed(calls, "tool_calls")
+        calls = parsed(calls, "tool_calls")
     if not isinstance(calls, list):
         raise ValueError(f"'tool_calls': {shorten(repr(calls))} is no list")
     return {"tool_calls": [_call(call) for call in calls], **fields}
@@ -67,11 +71,11 @@ def row_tools(value: Any, required: bool) -> tuple[dict[str, Any], ...]:
     if isinstance(value, str):
         if not required and not value.lstrip().startswith("["):
             return ()
-        tools = _parsed(value, "tools", "column ")
+        tools = parsed(value, "tools", "column ")
     if isinstance(tools, list) and all(isinstance(tool, str) for tool in tools):
         if not required and not all(tool.lstrip().startswith("{") for tool in tools):
             return ()
-        tools = [_parsed(tool, "tools", "column ") for tool in tools]
+        tools = [parsed(tool, "tools", "column ") for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         if not required:
             return ()
@@ -96,7 +100,7 @@ def _call(call: Any) -> dict[str, Any]:
         raise ValueError(f"'tool_calls': {shorten(repr(call))} has no function with a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments:
-        arguments = _parsed(arguments, "tool_calls")
+        arguments = parsed(arguments, "tool_calls")
     elif arguments is not None:
         # A table has the arguments of all rows in each: None where the row has no such argument.
         arguments = _without_none(arguments)
@@ -109,7 +113,7 @@ def _call(call: Any) -> dict[str, Any]:
     } | ({"id": str(call_id)} if is_set(call_id) else {})
 
 
-def _parsed(text: str, name: str, prefix: str = "") -> Any:
+def parsed(text: str, name: str, prefix: str = "") -> Any:
     """Return the value of a JSON text. Raises ValueError: it is none."""
     try:
         return json.loads(text)

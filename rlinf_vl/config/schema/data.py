@@ -44,9 +44,11 @@ class DataConfig:
     weights: list[float] = key([], POSITIVE)
     """Shares of the training sources in every batch, one for each of train_data_paths and
     independent of their sizes; they need not sum to 1. []: all rows once an epoch."""
-    format: str = key("auto", ("auto", "rlinf", "verl", "openai", "trl", "openrlhf", "folder"))
+    format: str = key(
+        "auto", ("auto", "rlinf", "verl", "openai", "trl", "openrlhf", "sharegpt", "folder")
+    )
     """Layout of the columns of rows: rlinf (problem, answer, images; EasyR1's, too), verl, openai
-    (SkyRL's, too), trl, openrlhf, folder (pictures in folders named after what they show). auto
+    (SkyRL's, too), trl, openrlhf, sharegpt (LLaVA's, VLM-R1's), folder (pictures in folders named after what they show). auto
     recognises them by the columns. It names what prompt_key, answer_key and image_keys leave at
     their defaults."""
     prompt_key: str = "problem"
@@ -54,10 +56,11 @@ class DataConfig:
     stands, or chat messages, which may hold both."""
     answer_key: str = "answer"
     """Column of the reference answer, with or without \\boxed{}; a name with dots leads into a
-    mapping (reward_model.ground_truth)."""
+    mapping (reward_model.ground_truth). The column of the prompt: the last answer of its messages
+    is the reference, and no part of the prompt."""
     messages_key: str | None = None
     """Column of whole conversations, whose answers `rlinf-vl sft` imitates (there, null is
-    messages): chat messages, the last one the assistant's. `train` needs it null."""
+    messages, or conversations): chat messages, the last one the assistant's. `train` needs it null."""
     turn_mask_key: str | None = None
     """Column with a list of true or false (1 or 0) for each of the assistant's messages: whether
     it is imitated. null: all of them are, but those with `weight: 0` in the message."""

@@ -64,14 +64,13 @@ def test_keys_that_nothing_reads_are_named():
     problem = conversation(
         [question, ANSWER | empty | {"weight": 1}], tools=[], images=[png(1), png(2)]
     )
-    assert problem.unused_keys == ("content.cache_control",)
-    assert problem.messages[0]["name"] == "ann"
+    assert problem.unused_keys == ("content.cache_control", "name")
     problem = row_to_problem(
         {"prompt": [question | {"weight": 1}], "answer": "b", "images": [png(1), png(2)]},
         "rows:7",
         RowFormat().for_columns(["prompt", "answer", "images"]),
     )
-    assert problem.unused_keys == ("content.cache_control", "weight")
+    assert problem.unused_keys == ("content.cache_control", "name", "weight")
 
 
 def test_a_missing_column_is_named_with_its_key():

@@ -141,7 +141,9 @@ def test_every_format_is_recognised_by_what_its_example_has() -> None:
     named = {"problem": "?", "answer": "4", "verifiers": {"source": "words", "index": 0}}
     assert RowFormat().for_columns(named).format == "verifiers"
     assert (
-        set(FORMATS) == {*ROWS, "folder", "seeds", "verifiers"} == {name for name, _ in RECOGNISED}
+        set(FORMATS)
+        == {*ROWS, "folder", "seeds", "sharegpt", "verifiers"}
+        == {name for name, _ in RECOGNISED}
     )
     # As published sets have further ones.
     ours = {
