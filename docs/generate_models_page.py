@@ -107,6 +107,9 @@ SGLang's path needs [its environment](sglang.md); paths are added to a certifica
 rlinf-vl prove-family internvl --paths sglang --output certificate.json
 ```
 
+The path `words` makes 200 random answers with calls and thoughts, writes them by the template, and counts those that are read
+back otherwise, and the next prompts that do not extend their ids.
+
 ## What is compared
 
 Each cell is a figure that a test measures and holds to its limit: the largest difference from transformers' own code,

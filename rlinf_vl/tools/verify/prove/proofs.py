@@ -48,6 +48,7 @@ from rlinf_vl.tools.verify.prove.reference import (
     weighted_sum,
 )
 from rlinf_vl.tools.verify.prove.sglang import reasons_against, sglang_figures
+from rlinf_vl.tools.verify.prove.words import word_figures
 from rlinf_vl.types import SamplingParams
 
 LIMIT = 1e-5
@@ -84,6 +85,7 @@ class Proofs:
     def __post_init__(self) -> None:
         self.paths = {
             "prompts": self.prompts,
+            "words": self.words,
             "positions": self.positions,
             "packed": self.packed,
             "shared": self.shared,
@@ -109,11 +111,22 @@ class Proofs:
 
     def prompts(self) -> Figures:
         """Compare ids, placeholders and pixels of conversations with those of its processor."""
+        return prompt_figures(self.member.family, self._template_folder())
+
+    def words(self) -> Figures:
+        """Read random calls back from what the chat template writes, and extend their ids."""
+        try:
+            return word_figures(self.member.family, self._template_folder())
+        except LookupError as error:
+            raise Refused(str(error)) from error
+
+    def _template_folder(self) -> Path:
+        """Return the folder of a tokenizer with a chat template. Raises Refused: there is none."""
         if self.tokenizer_folder is None:
             raise Refused("no tokenizer in a model type; give a folder")
         if AutoTokenizer.from_pretrained(self.tokenizer_folder).chat_template is None:
             raise Refused("the tokenizer has no chat template")
-        return prompt_figures(self.member.family, self.tokenizer_folder)
+        return self.tokenizer_folder
 
     def positions(self) -> Figures:
         """Compare positions of several pictures of odd sizes with transformers'."""
