@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 
 from rlinf_vl.config.keys import config_keys, config_sections
 from rlinf_vl.config.presets import PRESETS
+from rlinf_vl.config.removed import RENAMED
 
 #: The hint for several values, which only `train --multirun` takes.
 ONE_RUN = (
@@ -111,10 +112,6 @@ def leaves(written: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{key}.")
         elif value or key not in config_sections():  # an empty section sets nothing
             yield key, value
-
-
-#: Former names of keys.
-RENAMED = {"rollout.env_files": "runner.code_files"}
 
 
 def _set(written: dict[str, Any], key: str, value: Any) -> set[str]:

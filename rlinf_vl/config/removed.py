@@ -7,6 +7,9 @@ Those of SGLang's arguments are moved to where they belong now.
 
 from typing import Any, NamedTuple
 
+#: Former names of keys whose values are read as those of the new ones.
+RENAMED = {"rollout.env_files": "runner.code_files"}
+
 
 class Removed(NamedTuple):
     """A former key: its default, and the sentence that says what to do instead."""
