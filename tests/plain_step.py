@@ -19,6 +19,7 @@ from tiny import (
 )
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
+from rlinf_vl.actor.terms.papo import MASKED_SHARE
 from rlinf_vl.config.schema import LoraConfig
 from rlinf_vl.data.views import Mask
 
@@ -342,7 +343,7 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         for label, seed in TEACHER_SEEDS.items()
         if layout.teacher
     }
-    hide = Mask(0.5)
+    hide = Mask(MASKED_SHARE)
     hidden = {
         g.id: g.with_images({image.hash: hide(image, MASK_SEED) for image, _ in g.images})
         for g in groups

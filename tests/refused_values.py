@@ -86,8 +86,7 @@ def talk(*messages: Any, **columns: Any) -> Problem:
         for i, text in enumerate(messages)
     ]
     values = {"messages": chat} | columns
-    mask = "mask" if "mask" in columns else None
-    form = RowFormat(messages_key="messages", turn_mask_key=mask).for_columns(values)
+    form = RowFormat(messages_key="messages").for_columns(values)
     return row_to_problem(values, "rows:7", form)
 
 

@@ -104,7 +104,7 @@ def train(layout: Layout, kind: str):
             credit=layout.credit,
             turn_discount=layout.discount,
             state_advantage_weight=layout.state_weight,
-            papo=PapoConfig(*layout.papo[:1], entropy_weight=layout.papo[1], strength=0.5),
+            papo=PapoConfig(*layout.papo),
         )
     )
     teachers = []

@@ -114,7 +114,6 @@ def _model(config: Config, path: str, model_type: str, mesh: Mesh):
         pixels=processor.pixels,
         pad_id=processor.pad_id,
         pad_to=None if actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
-        share_prompts=actor.share_prompts,
     )
     return load, collate, processor
 

@@ -18,8 +18,8 @@ from rlinf_vl.models.policy import PolicyModel
 
 def learning_rates(optim: OptimConfig) -> dict[str, float]:
     """Return the peak learning rate of each of `PARTS`."""
-    part_rates = {"projector": optim.projector_lr, "vision_tower": optim.vision_tower_lr}
-    return {part: part_rates.get(part) or optim.lr for part in PARTS}
+    tower_lr = optim.vision_tower_lr or optim.lr
+    return {part: tower_lr if part == "vision_tower" else optim.lr for part in PARTS}
 
 
 def make_optimizer(policy: PolicyModel, optim: OptimConfig) -> torch.optim.Optimizer:

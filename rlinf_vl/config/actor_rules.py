@@ -30,16 +30,15 @@ def actor_problems(config: Config) -> Iterator[str]:
                 f"for routers, which actor.model.{key} leaves as they are; set {key}=false, or the "
                 "coefficient 0"
             )
-    for part in ("vision_tower", "projector"):
-        if (
-            not actor.model.is_lora
-            and part in actor.model.frozen_parts
-            and getattr(actor.optim, f"{part}_lr") is not None
-        ):
-            yield (
-                f"actor.optim.{part}_lr: the {part} is frozen (actor.model.freeze_{part}); set it "
-                "null, or train it"
-            )
+    if (
+        not actor.model.is_lora
+        and actor.model.freeze_vision_tower
+        and actor.optim.vision_tower_lr is not None
+    ):
+        yield (
+            "actor.optim.vision_tower_lr: the vision_tower is frozen "
+            "(actor.model.freeze_vision_tower); set it null, or train it"
+        )
     if actor.fsdp_config.cpu_offload and on_cpu:
         yield (
             "actor.fsdp_config.cpu_offload: true with cluster.device=cpu has nothing to offload; "

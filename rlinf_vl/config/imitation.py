@@ -53,7 +53,6 @@ def as_problems(config: Config) -> Config:
     data = replace(
         config.data,
         messages_key=None,
-        turn_mask_key=None,
         sample_val=False,
         train_data_paths=list(config.data.val_data_paths),
         rollout_batch_size=1,
@@ -110,7 +109,6 @@ def sampled_problems(config: Config) -> Iterator[str]:
     data = config.data
     for key, is_set in (
         ("messages_key", data.messages_key is not None),
-        ("turn_mask_key", data.turn_mask_key is not None),
         ("imitate", data.imitate != DataConfig().imitate),
         ("sample_val", data.sample_val),
     ):

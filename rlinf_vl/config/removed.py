@@ -42,6 +42,11 @@ REMOVED = {
     "runner.trajectories.val_groups": Removed(
         64, "set runner.trajectories.groups, for training and validation; -1 records all"
     ),
+    "runner.logger.send_code": Removed(
+        False,
+        "trackers get the paths of your code, not its text; leave it out, and upload files from a "
+        "tracker of your own (runner.logger.logger_backends)",
+    ),
     "runner.profile.ranks": Removed(
         [0],
         "rank 0 is profiled; leave it out (`rlinf-vl timeline` compares ranks)",
@@ -57,6 +62,14 @@ REMOVED = {
     "algorithm.image_corruption.steepness": Removed(30.0, _FALL),
     "algorithm.papo.kind": Removed(
         "mask", "PAPO's images are masked, as in its paper; leave it out"
+    ),
+    "algorithm.papo.strength": Removed(
+        0.6, "60 % of an image's squares are masked, as in PAPO's paper; leave it out"
+    ),
+    "cluster.object_store_memory": Removed(
+        None,
+        "Ray takes 30 % of the memory; for another size, start it with "
+        "`ray_utils/start_ray.sh --object-store-memory=BYTES`, and leave it out",
     ),
     "cluster.cpu_threads": Removed(
         None, "an actor has 1 thread on a CPU and its share of the cores beside a GPU; leave it out"
@@ -82,6 +95,17 @@ REMOVED = {
     "data.max_row_faults": Removed(
         3, "a row is quarantined after 3 workers that died of it; leave it out"
     ),
+    "data.turn_mask_key": Removed(
+        None, "put `weight: 0` into the messages that are not imitated, and leave it out"
+    ),
+    "actor.share_prompts": Removed(
+        True, "a group's prompt is computed once for all its responses; leave it out"
+    ),
+    "actor.optim.projector_lr": Removed(
+        None,
+        "the projector learns at actor.optim.lr; leave it out (actor.optim.vision_tower_lr is the "
+        "tower's rate)",
+    ),
     "actor.vision_cache_gb": Removed(
         1.0, "1 GiB of image features stays on the device, others in host memory; leave it out"
     ),
@@ -94,6 +118,11 @@ REMOVED = {
         True,
         "checkpoints of adapters have the adapters; leave it out, and `rlinf-vl export` the whole "
         "model",
+    ),
+    "reward.memory_gb": Removed(
+        4.0,
+        "a process with functions of yours has 4 GiB beyond its imports; leave it out, and load "
+        "what is large when the file is imported",
     ),
     "reward.workers": Removed(
         4, "functions of yours have up to 4 processes per rollout worker; leave it out"

@@ -106,7 +106,6 @@ def plan_of(
         micro_batch_size=None
         if runner.enable_dynamic_batch_size
         else config.actor.micro_batch_size,
-        share_prompts=config.actor.share_prompts,
         prices=learner.prices,
         estimator=estimator_of(config),
         reward_weights=config.reward.weights,

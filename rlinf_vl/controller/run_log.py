@@ -89,7 +89,6 @@ class RunLog:
             config=asdict(self._config),
             resume_step=resume_step,
             files=self._config.runner.code_files,
-            send_code=self._config.runner.logger.send_code,
         )
         distillation = self._config.algorithm.distillation
         # A policy that learns from a teacher alone may tie in every group: that is no alarm.

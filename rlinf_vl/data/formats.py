@@ -83,7 +83,6 @@ class RowFormat:
     prompt_key: str = "problem"
     answer_key: str = "answer"
     messages_key: str | None = None  # set: rows are conversations to imitate
-    turn_mask_key: str | None = None
     image_keys: Sequence[str] = ("images",)
     video_keys: Sequence[str] | None = None  # None: those of `_VIDEOS`; no longer for columns
     video: VideoConfig = field(default_factory=VideoConfig)  # how videos are sampled
@@ -119,8 +118,6 @@ class RowFormat:
         }
         if self.messages_key is not None:
             column_keys[self.messages_key] = "data.messages_key"
-        if self.turn_mask_key is not None:
-            column_keys[self.turn_mask_key] = "data.turn_mask_key"
         column_keys |= dict.fromkeys(self.image_keys, "data.image_keys")
         column_keys |= dict.fromkeys(self.video_keys or (), "data.video_keys")
         return {

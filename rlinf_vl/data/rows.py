@@ -96,7 +96,7 @@ def row_to_problem(
     try:
         messages, unused_keys = _messages(row[form.prompt_key] if form.prompt_key else "", form)
         if form.messages_key is not None:
-            _set_weights(messages, row[form.turn_mask_key] if form.turn_mask_key else None, form)
+            _set_weights(messages, form.prompt_key)
         tools = row_tools(row.get("tools"), required=form.messages_key is not None)
     except ValueError as e:
         raise RowError(row_id, PROMPT_UNUSABLE, str(e)) from None
@@ -142,7 +142,7 @@ def _unused_columns(row: dict[str, Any], form: RowFormat) -> dict[str, Any]:
     An answer of another name than "answer" is one of them.
     """
     used = {form.prompt_key, *form.image_keys, *(form.video_keys or ())}
-    used |= {"env_class", form.turn_mask_key, *(("answer",) if form.answer_key == "answer" else ())}
+    used |= {"env_class", *(("answer",) if form.answer_key == "answer" else ())}
     return {name: _plain(value) for name, value in row.items() if name not in used}
 
 
@@ -412,25 +412,17 @@ def _media_part(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": _PART_TYPES[part["type"]]} | ({"value": value} if value else {})
 
 
-def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> None:
+def _set_weights(messages: Sequence[Message], column: str) -> None:
     """Set the `weight` of each of the assistant's messages, in place: 1 if it is imitated, else 0.
 
-    `mask`: the row's value in the column data.turn_mask_key; None without that column.
-
     Raises:
-        ValueError: a weight is neither 0 nor 1, all are 0, the mask has another length, or an
-            answer shows an image or a video, or says nothing.
+        ValueError: a weight is neither 0 nor 1, all are 0, or an answer shows an image or a video,
+            or says nothing.
     """
     answers = [message for message in messages if message["role"] == "assistant"]
-    if form.turn_mask_key is not None and (not isinstance(mask, list) or len(mask) != len(answers)):
-        raise ValueError(
-            f"column {form.turn_mask_key!r} holds {_shown(mask)}: expected a list of "
-            f"{len(answers)}, one for each of the assistant's messages"
-        )
-    weights = mask if form.turn_mask_key else [answer["weight"] for answer in answers]
-    for number, (answer, weight) in enumerate(zip(answers, weights, strict=True), 1):
-        named = f"column {form.prompt_key!r}: message {number} of the assistant"
-        weight = 1 if weight is None else weight
+    for number, answer in enumerate(answers, 1):
+        named = f"column {column!r}: message {number} of the assistant"
+        weight = 1 if answer["weight"] is None else answer["weight"]
         if weight not in (0, 1):
             raise ValueError(f"{named} has the weight {_shown(weight)}: expected 0 or 1")
         if any(part["type"] != "text" for part in answer["content"]):
@@ -442,7 +434,7 @@ def _set_weights(messages: Sequence[Message], mask: Any, form: RowFormat) -> Non
             raise ValueError(f"{named} says nothing")
         answer["weight"] = int(weight)
     if not any(answer["weight"] for answer in answers):
-        raise ValueError(f"column {form.prompt_key!r}: no message is imitated, all weights are 0")
+        raise ValueError(f"column {column!r}: no message is imitated, all weights are 0")
 
 
 def _add_text(parts: list[dict[str, Any]], text: str) -> None:

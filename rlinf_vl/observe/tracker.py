@@ -377,9 +377,7 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with the paths of users' files and without their texts, which may be
     secret."""
     runner = config.get("runner") or {}
-    paths = dict.fromkeys(
-        runner.get("code_files") or {}, "left out: runner.logger.send_code is false"
-    )
+    paths = dict.fromkeys(runner.get("code_files") or {}, "left out: it may be secret")
     return {**config, "runner": {**runner, "code_files": paths}} if paths else dict(config)
 
 
@@ -392,7 +390,6 @@ def make_trackers(
     config: Mapping[str, Any] | None = None,
     resume_step: int = -1,
     files: Mapping[str, str] | None = None,
-    send_code: bool = False,
 ) -> Trackers:
     """Return the trackers that `backends` names (keys of `OPENERS`, or code), and metrics.jsonl
     where scalars are logged.
@@ -404,7 +401,6 @@ def make_trackers(
         resume_step: the step of the checkpoint that the run resumes from; -1: none. wandb and
             trackio continue their run of this folder if it has a metrics.jsonl.
         files: runner.code_files.
-        send_code: send their texts to the trackers, too, with the config.
 
     Raises:
         ImportError: a backend isn't installed.
@@ -419,8 +415,9 @@ def make_trackers(
         _import_backend(backend)
     metrics_file = run_dir / "metrics.jsonl"
     resumed = resume_step >= 0 and metrics_file.exists()
-    sent_config = dict(config) if send_code else without_code(config)
-    run = TrackedRun(run_dir, project_name, experiment_name, sent_config, resume_step, resumed)
+    run = TrackedRun(
+        run_dir, project_name, experiment_name, without_code(config), resume_step, resumed
+    )
     trackers = Trackers(
         {b: partial(_opener(b, files), run) for b in backends}, StepLines(metrics_file, resume_step)
     )

@@ -42,6 +42,9 @@ from rlinf_vl.user_code import end_with_parent, load_code
 START_TIMEOUT_S = 300.0
 #: Seconds between two looks whether a process that computes is still there.
 LOOK_S = 0.5
+#: Memory that a process with functions of the user's may take beyond what it has when they are
+#: imported, in GiB.
+MEMORY_GB = 4.0
 #: Largest number of tracebacks that a pool prints; equal errors are printed once.
 MAX_TRACEBACKS = 10
 #: Seconds of processor time per core beyond a call's limit, after which the kernel ends a process:
@@ -331,9 +334,12 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def error_text(error: BaseException, limits: Limits) -> str:
-    """Return an error's name and message, with the config key of a limit that was reached."""
+    """Return an error's name and message, with the limit that was reached."""
     if isinstance(error, MemoryError):
-        return f"MemoryError: more than reward.memory_gb={limits.memory_gb:g}"
+        return (
+            f"MemoryError: more than {limits.memory_gb:g} GiB beyond the imports; load what is "
+            "large when the file is imported"
+        )
     if isinstance(error, TimeoutError) and not str(error):
         return f"TimeoutError: no result within reward.timeout={limits.timeout_s:g} s"
     try:

@@ -82,7 +82,6 @@ class _RaySettings:
 
     ray_address: str | None
     slots: int
-    object_store_memory: int | None
     environment: dict[str, str]
 
 
@@ -116,9 +115,7 @@ def ray_cluster(config: Config, keep: bool = False) -> Iterator[dict[str, Any]]:
     global _running_ray
     environment = _actor_environment(config.cluster, may_broadcast(config))
     cluster = config.cluster
-    settings = _RaySettings(
-        cluster.ray_address, _slots(config), cluster.object_store_memory, environment
-    )
+    settings = _RaySettings(cluster.ray_address, _slots(config), environment)
     present_address = (
         ray.get_runtime_context().gcs_address if keep and ray.is_initialized() else None
     )
@@ -189,11 +186,7 @@ def _start_ray(config: Config, environment: dict[str, str]) -> None:
     else:
         # All processes of a private cluster inherit it from the first ones.
         with variables_set(environment), _own_sessions():
-            _init_private(
-                num_cpus=_slots(config),
-                object_store_memory=cluster.object_store_memory,
-                **options,
-            )
+            _init_private(num_cpus=_slots(config), **options)
 
 
 def _init_private(**options: Any) -> None:

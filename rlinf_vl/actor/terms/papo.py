@@ -20,6 +20,8 @@ from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.observe.spans import span
 from rlinf_vl.types import Group, ImageRef
 
+#: The share of an image's squares that are black, as in the paper.
+MASKED_SHARE = 0.6
 #: PAPO's KL is maximised, so that of one token is bounded, as its authors do.
 MAX_KL = 10.0
 
@@ -36,7 +38,7 @@ class CorruptedForward:
         papo = self._papo
         if not (papo.weight or papo.entropy_weight):
             return
-        corrupt, pixels = Mask(papo.strength), batches.pixels
+        corrupt, pixels = Mask(MASKED_SHARE), batches.pixels
 
         def corrupted_pixels(image: ImageRef) -> Any:
             return pixels(corrupt(image, seed))

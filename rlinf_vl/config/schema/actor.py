@@ -158,8 +158,6 @@ class OptimConfig:
     """Global gradient norm is clipped to this."""
     vision_tower_lr: float | None = key(None, POSITIVE)
     """Peak learning rate of the vision tower, if it is trained; null: lr."""
-    projector_lr: float | None = key(None, POSITIVE)
-    """Peak learning rate of the projector, if it is trained; null: lr."""
 
 
 @dataclass
@@ -169,9 +167,6 @@ class ActorConfig:
     enable_offload: bool = False
     """Keep weights and optimizer state in host memory while collocated engines generate (CUDA
     only)."""
-    share_prompts: bool = True
-    """A group's prompt stands once in a micro-batch, for all its responses; false repeats it for
-    each. The loss is the same."""
     context_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share each micro-batch's tokens, for trajectories too long for one rank's memory:
     each has a part of the tokens, and in attention a part of the heads. Divides the ranks of actor

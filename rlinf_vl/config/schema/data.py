@@ -60,10 +60,8 @@ class DataConfig:
     is the reference, and no part of the prompt."""
     messages_key: str | None = None
     """Column of whole conversations, whose answers `rlinf-vl sft` imitates (there, null is
-    messages, or conversations): chat messages, the last one the assistant's. `train` needs it null."""
-    turn_mask_key: str | None = None
-    """Column with a list of true or false (1 or 0) for each of the assistant's messages: whether
-    it is imitated. null: all of them are, but those with `weight: 0` in the message."""
+    messages, or conversations): chat messages, the last one the assistant's; those with `weight: 0`
+    are not imitated. `train` needs it null."""
     imitate: list[str] = key(["content", "thoughts", "calls"], ("content", "thoughts", "calls"))
     """Parts of an imitated answer that carry loss in `rlinf-vl sft`: its text, its thoughts with
     their marks, its calls of tools. Results of tools never do."""

@@ -24,10 +24,9 @@ class ImageCorruptionConfig:
 @dataclass
 class PapoConfig:
     weight: float = key(0.0, NOT_NEGATIVE)
-    """PAPO's γ, usually 0.01 to 0.02: weight of KL(policy‖policy on corrupted images), subtracted
-    from the loss. Costs a further pass. 0 is off."""
-    strength: float = key(0.6, SHARE)
-    """Share of the squares of 14 pixels that are black in those images, drawn anew in each step."""
+    """PAPO's γ, usually 0.01 to 0.02: weight of KL(policy‖policy on masked images), subtracted from
+    the loss; 60 % of an image's squares of 14 pixels are black, others in each step. Costs a
+    further pass. 0 is off."""
     entropy_weight: float = key(0.0, NOT_NEGATIVE)
     """PAPO's η, usually 0.03: weight of two entropies, the policy's and that on corrupted images,
     added to the loss. Above 0 the further pass has gradients, too."""

@@ -35,7 +35,6 @@ SHARE_OR_AUTO = Limit(
 )
 TRUE_FALSE_OR_AUTO = Limit("be true, false or auto", lambda x: isinstance(x, bool) or x == "auto")
 DECAY = Limit("lie in [0, 1)", lambda x: 0 <= x < 1)
-STORE_BYTES = Limit("be at least 78643200, Ray's minimum of 75 MiB", lambda x: x >= 75 * 2**20)
 
 DTYPES = ("fp32", "bf16", "fp16")
 #: Model types: the names of the files of `rlinf_vl.models.families`. That room is above this one,

@@ -33,10 +33,6 @@ class RewardConfig:
     max_ungradable: float = key(0.1, SHARE)
     """Largest share of a step's answers without a verdict; a step with more of them, and more than
     one, ends the run with the reasons. 1 allows any share below all."""
-    memory_gb: float = key(4.0, POSITIVE)
-    """Memory that a process with functions of yours may take beyond what it has when they are
-    imported."""
-
     judge_hosts: list[str] = field(default_factory=list)
     """Hosts that the reward function `judge` may ask, by name without port. [] asks nobody."""
 

@@ -12,7 +12,6 @@ from rlinf_vl.config.schema.limits import (
     NOT_NEGATIVE_OR_INFINITE,
     OFF_OR_POSITIVE,
     POSITIVE,
-    STORE_BYTES,
     Limit,
     OrCode,
     key,
@@ -53,8 +52,6 @@ class ClusterConfig:
     """host:port of a running Ray cluster; `auto` is RAY_ADDRESS if set, else the cluster that
     ray_utils/start_ray.sh started on this node, else a private one for this run; null is always
     private."""
-    object_store_memory: int | None = key(None, STORE_BYTES)
-    """Bytes of shared memory for a private cluster's object store; null lets Ray decide."""
 
 
 @dataclass
@@ -64,9 +61,6 @@ class LoggerConfig:
     path/to/file.py:function, which is given a `TrackedRun`."""
     project_name: str = "rlinf_vl"
     """Project name given to wandb and trackio."""
-    send_code: bool = False
-    """Send the texts of runner.code_files (your rewards, environments and whatever they import) to
-    trackers with the config."""
 
 
 @dataclass

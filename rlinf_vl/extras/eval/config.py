@@ -66,7 +66,7 @@ def evaluation_config(
         )
     data.train_data_paths = list(data.val_data_paths)  # training data may be absent
     # answers are sampled, also to the rows of a supervised run
-    data.messages_key, data.turn_mask_key, data.sample_val = None, None, False
+    data.messages_key, data.sample_val = None, False
     data.rollout_batch_size = config.algorithm.n_minibatches = 1
     config.runner.resume_dir = config.runner.checkpoint_dir = None
     config.runner.logger.logger_backends = []

@@ -8,7 +8,7 @@ from rlinf_vl.envs import EnvMaker
 from rlinf_vl.envs.call_forms import ReplyForm
 from rlinf_vl.envs.registry import SINGLE, grades_answers, load_env_class
 from rlinf_vl.errors import never_reported
-from rlinf_vl.rewards.processes import Limits, ProcessPool, UserFunctions
+from rlinf_vl.rewards.processes import MEMORY_GB, Limits, ProcessPool, UserFunctions
 from rlinf_vl.rewards.scoring import Scorer, make_scorer
 
 #: Most processes with reward functions of the user's, per rollout worker; each is started when it is
@@ -32,7 +32,7 @@ def scorer_of(
         reward_max=reward.reward_max_val,
         reward_min=reward.reward_min_val,
         files=config.runner.code_files,
-        limits=Limits(reward.timeout, reward.memory_gb, REWARD_PROCESSES),
+        limits=Limits(reward.timeout, MEMORY_GB, REWARD_PROCESSES),
         hosts=reward.judge_hosts,
         first_report=first_report,
         pool_class=pool_class,

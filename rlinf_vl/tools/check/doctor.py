@@ -167,10 +167,12 @@ def _gpus(machine: Machine, config: Config | None) -> Iterator[Finding]:
 
 def _host(machine: Machine, config: Config | None) -> Iterator[Finding]:
     """Yield findings about shared memory, ports, and the cluster to join."""
-    # Ray's own choice is 30 % of the memory.
-    store_bytes = (config and config.cluster.object_store_memory) or int(0.3 * machine.total_memory)
+    # Ray's choice is 30 % of the memory.
+    store_bytes = int(0.3 * machine.total_memory)
     finding = f"/dev/shm has {machine.shared_memory / GIB:.1f} GiB free, the object store takes {store_bytes / GIB:.1f}"
-    problem = f"Ray would put it on disk; start the container with --shm-size={-(-store_bytes // GIB)}g, or lower it"
+    problem = (
+        f"Ray would put it on disk; start the container with --shm-size={-(-store_bytes // GIB)}g"
+    )
     yield line("shared memory", finding, machine.shared_memory < store_bytes and problem, "warn")
     hint = (
         "widen net.ipv4.ip_local_port_range"

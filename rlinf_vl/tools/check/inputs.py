@@ -381,23 +381,6 @@ def _unwritable(folder: Path) -> str | None:
         return f"{folder}: {error.strerror}"
 
 
-def _object_store(config: Config) -> Iterator[str]:
-    """Yield a problem if the object store would be larger than this machine's memory."""
-    store_bytes = config.cluster.object_store_memory
-    if store_bytes is None or not gpus.is_private(config):
-        return
-    available = {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    # Ray maps the store into /dev/shm.
-    if os.path.isdir("/dev/shm"):
-        available["room in /dev/shm"] = shutil.disk_usage("/dev/shm").free
-    resource, available_bytes = min(available.items(), key=lambda item: item[1])
-    if store_bytes > available_bytes:
-        yield (
-            f"cluster.object_store_memory: {store_bytes} bytes exceed this machine's {resource}, "
-            f"{available_bytes}; lower it, or null for Ray's own choice"
-        )
-
-
 def _gpus(config: Config) -> Iterator[str]:
     """Yield the problems of a private cluster's GPUs.
 
@@ -455,7 +438,6 @@ RULES = [
     teachers,
     _server_arguments,
     _folders,
-    _object_store,
     _gpus,
 ]
 #: What must hold before a run or an evaluation starts.

@@ -27,7 +27,7 @@ from rlinf_vl.data.unusable import RowError, shorten
 from rlinf_vl.envs.registry import ENVIRONMENTS
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.rewards.named import NAMED
-from rlinf_vl.rewards.processes import Limits
+from rlinf_vl.rewards.processes import MEMORY_GB, Limits
 from rlinf_vl.rewards.result import RIGHT, Answer, Result
 from rlinf_vl.rewards.scoring import Part, Scorer, make_scorer
 from rlinf_vl.tools.check.arguments import (
@@ -84,7 +84,6 @@ MAX_FAILED_ROWS = 3
 #: Seconds beyond which an answer is reported as slow.
 SLOW_S = 1.0
 PROCESSES = 2
-MEMORY_GB = 4.0
 
 
 def _sample(row_id: str, question: str, answer: str, **columns: Any) -> Problem:

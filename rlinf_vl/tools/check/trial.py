@@ -60,9 +60,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 def tracker_problems(config: Config) -> Iterator[str]:
     """Yield why a tracker of the user's fails: it is opened for an empty folder, logs a number and
     is closed."""
-    runner, sent_config = config.runner, asdict(config)
-    if not runner.logger.send_code:
-        sent_config = without_code(sent_config)
+    runner, sent_config = config.runner, without_code(asdict(config))
     for name in filter(is_code, runner.logger.logger_backends):
         try:
             opener = load_code(

@@ -56,7 +56,7 @@ def host_memory(config: Config, model: Model, placement: Placement, gpu_bytes: i
     parts["sent weights"] = ranks * sent_bytes // shard
     if config.runner.async_save and config.runner.save_interval > 0:
         parts["checkpoint"] = ranks * 12 * trained
-    store = config.cluster.object_store_memory or STORE_BYTES
+    store = STORE_BYTES
     if config.rollout.weight_sync == "object_store":
         store = max(store, 2 * sent_bytes)
     parts["object store"] = store

@@ -50,12 +50,17 @@ FAST, SLOW = Shares(0.4, 0.7, 0.7), Shares(0.08, 0.3, 0.3)
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a prompt, of its images among them, and of a response: means, and the longest."""
+    """Tokens of a prompt, of its images among them, and of a response: means, and the longest.
+
+    `prompt_copies`: how often training computes a group's prompt; other systems do for each
+    response.
+    """
 
     prompt: float
     images: float
     response: float
     longest: float
+    prompt_copies: int = 1
 
     def __str__(self) -> str:
         return (
@@ -153,7 +158,7 @@ class _Run:
         shared."""
         config, lengths, weights = self.config, self.lengths, self.model.weights
         fsdp, algorithm = config.actor.fsdp_config, config.algorithm
-        prompts = 1 if config.actor.share_prompts else self.group_size
+        prompts = lengths.prompt_copies
         tokens = self.n_groups * (prompts * lengths.prompt + self.group_size * lengths.response)
         n = algorithm.n_minibatches
         forwards = n * (algorithm.kl_beta > 0) + n - (algorithm.recompute_logprobs != "true")

@@ -52,13 +52,13 @@ def test_what_the_settings_freeze(mesh, settings, frozen):
 
 def test_each_part_has_its_own_learning_rate():
     policy = tiny_policy()
-    optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.1, projector_lr=1e-2))
+    optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.1, vision_tower_lr=1e-2))
     rates = {
         id(p): (group["lr"], group["weight_decay"])
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    wanted = {"language_model": 1e-3, "projector": 1e-2, "vision_tower": 1e-3}
+    wanted = {"language_model": 1e-3, "projector": 1e-3, "vision_tower": 1e-2}
     for name, p in policy.model.named_parameters():
         assert rates[id(p)] == (wanted[part_of(name, policy.family)], 0.1 if p.ndim > 1 else 0.0), (
             name
@@ -81,7 +81,7 @@ def test_a_single_rank_gathers_its_weights_once(mesh):
 def test_the_table_says_what_is_trained(mesh):
     actor = ActorConfig(
         model=ActorModelConfig(freeze_projector=False),
-        optim=OptimConfig(lr=1e-5, projector_lr=3e-4),
+        optim=OptimConfig(lr=1e-5),
     )
     actor.fsdp_config.mixed_precision.param_dtype = "fp32"
     trainer = tiny_trainer(mesh, actor=actor)
@@ -92,7 +92,7 @@ def test_the_table_says_what_is_trained(mesh):
     model = tiny_policy().model
     for part, rate in (
         ("language_model", "1e-05"),
-        ("projector", "0.0003"),
+        ("projector", "1e-05"),
         ("vision_tower", "frozen"),
     ):
         size = sum(

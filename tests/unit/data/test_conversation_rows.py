@@ -23,9 +23,9 @@ ANSWER = {"role": "assistant", "content": "A cat."}
 TWICE = [QUESTION, ANSWER, {"role": "user", "content": "And <image>?"}, ANSWER]
 
 
-def conversation(messages, turn_mask_key=None, **columns):
+def conversation(messages, **columns):
     row = {"messages": messages, "images": [{"bytes": png(1)}, {"bytes": png(2)}], **columns}
-    form = RowFormat(messages_key="messages", turn_mask_key=turn_mask_key).for_columns(row)
+    form = RowFormat(messages_key="messages").for_columns(row)
     return row_to_problem(row, "rows:7", form)
 
 
@@ -51,9 +51,8 @@ def test_messages_may_be_json_and_a_reference_answer_stands_beside_them():
 
 
 @pytest.mark.parametrize("off", [0, False])
-def test_a_message_of_weight_0_and_a_mask_leave_answers_out(off):
+def test_a_message_of_weight_0_is_left_out(off):
     assert weights(conversation([QUESTION, ANSWER | {"weight": off}, *TWICE[2:]])) == [0, 1]
-    assert weights(conversation(TWICE, "mask", mask=[1, off])) == [1, 0]
 
 
 def test_keys_that_nothing_reads_are_named():

@@ -255,18 +255,16 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     assert [options["resume"] for options in wandb.inits] == [None, "allow", None]
 
 
-@pytest.mark.parametrize("send_code", [False, True])
-def test_users_code_goes_to_no_tracker_unless_asked_for(tmp_path, monkeypatch, send_code):
+def test_users_code_goes_to_no_tracker(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = {
         "runner": {"code_files": {"/me/reward.py": "SECRET = 1"}, "seed": 1},
         "data": {"seed": 2},
     }
-    named = NAMES | {"config": config, "send_code": send_code}
-    make_trackers(tmp_path, ["wandb"], **named).close()
+    make_trackers(tmp_path, ["wandb"], **(NAMES | {"config": config})).close()
     (sent,) = [options["config"] for options in wandb.inits]
-    assert ("SECRET" in str(sent)) is send_code
+    assert "SECRET" not in str(sent)
     assert list(sent["runner"]["code_files"]) == ["/me/reward.py"] and sent["data"] == {"seed": 2}
     assert config["runner"]["code_files"] == {"/me/reward.py": "SECRET = 1"}, (
         "the run's own config is as it was"

@@ -76,7 +76,7 @@ def ends(case: Published) -> tuple[float, float]:
         f"rollout.model.model_path=Qwen/{name}", "rollout.model.model_type=auto", f"cluster.num_nodes={case.gpus // 8}",
         f"data.rollout_batch_size={case.prompts}", f"algorithm.group_size={case.group_size}", "algorithm.kl_beta=0.01",
         f"algorithm.n_minibatches={case.minibatches}", "algorithm.recompute_logprobs='true'",
-        f"rollout.tensor_parallel_size={case.tp}", "actor.enable_offload=true", "actor.share_prompts=false",
+        f"rollout.tensor_parallel_size={case.tp}", "actor.enable_offload=true",
         "actor.fsdp_config.gradient_checkpointing=full", f"runner.seq_length={seq_length}",
         f"algorithm.sampling_params.max_new_tokens={case.longest}", f"runner.max_tokens_per_mbs={max(case.budget, seq_length)}",
         *(["actor.fsdp_config.expert_parallel_size=8"] if "-A" in name else []),
@@ -85,7 +85,8 @@ def ends(case: Published) -> tuple[float, float]:
     model = Model(config)
     placement = placement_of(config, (8,) * (case.gpus // 8))
     response = case.tokens - case.prompt
-    lengths = Lengths(case.prompt, case.images, response, max(case.longest, response))
+    longest = max(case.longest, response)
+    lengths = Lengths(case.prompt, case.images, response, longest, case.group_size)
     kv_token = model.family.decode_state(model.shape).token_bytes(model._meta_model.dtype)
     kv_tokens = case.tp * 30 * 2**30 // kv_token  # a cache of 30 GiB on each GPU
     fast, slow = (

@@ -51,7 +51,7 @@ WILD = {
     "exits": "exit status 3",
     "leaves": "SystemExit: bye",
     "crashes": "signal SIGSEGV",
-    "bomb": "more than reward.memory_gb=0.25",
+    "bomb": "more than 0.25 GiB beyond the imports",
     "raises": "KeyError: 'no such thing'",
     "text": "it returned str 'one'; return a number",
     "infinite": "it returned inf",

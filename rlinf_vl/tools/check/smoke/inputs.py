@@ -73,7 +73,7 @@ def smoke_config(config: Config, checkpoint: RandomCheckpoint, folder: Path, dev
     actor.optim.lr_warmup_steps, actor.optim.lr_scheduler = 0, "constant"
     stride = ADAPTER_STRIDE if actor.model.is_lora else STRIDE
     actor.optim.lr = stride * checkpoint.width**-0.5
-    actor.optim.vision_tower_lr = actor.optim.projector_lr = None
+    actor.optim.vision_tower_lr = None
     config.reward = RewardConfig(functions=[{"function": REWARD}])
     data = config.data
     prompt_tokens = data.max_prompt_length

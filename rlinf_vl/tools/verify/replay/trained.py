@@ -106,7 +106,6 @@ class TrainedStep:
             pixels=subject.pixels,
             pad_id=subject.pad_id,
             pad_to=None if actor.model.variable_seq_lengths else config.runner.max_tokens_per_mbs,
-            share_prompts=actor.share_prompts,
         )
         self.collate.numbers.update({group.id: g for g, group in enumerate(self.step.groups)})
 
