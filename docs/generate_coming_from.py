@@ -69,14 +69,10 @@ NOTES = {
 }
 #: Ours of which the table shows all systems' names.
 GLANCE = """
-rollout.model.model_path data.train_data_paths data.rollout_batch_size algorithm.group_size algorithm.n_minibatches
-data.max_prompt_length algorithm.sampling_params.max_new_tokens runner.max_tokens_per_mbs runner.max_epochs runner.max_steps
-runner.val_check_interval runner.save_interval runner.resume_dir algorithm.adv_type algorithm.loss_type algorithm.loss_agg_func
-algorithm.normalize_advantages algorithm.clip_ratio_low algorithm.clip_ratio_high algorithm.clip_ratio_c algorithm.kl_beta
-algorithm.kl_penalty_type algorithm.kl_placement algorithm.entropy_bonus algorithm.importance_sampling_fix
-algorithm.dynamic_sampling.enable algorithm.overlong.buffer algorithm.sampling_params.temperature rollout.gpu_memory_utilization
-rollout.max_turns reward.functions actor.optim.lr actor.optim.clip_grad actor.optim.lr_warmup_steps actor.model.is_lora
-actor.model.freeze_vision_tower cluster.num_nodes
+data.train_data_paths data.rollout_batch_size algorithm.group_size algorithm.n_minibatches data.max_prompt_length
+algorithm.sampling_params.max_new_tokens runner.max_tokens_per_mbs runner.max_steps runner.val_check_interval
+algorithm.adv_type algorithm.loss_agg_func algorithm.clip_ratio_low algorithm.clip_ratio_high algorithm.kl_beta
+algorithm.importance_sampling_fix reward.functions actor.optim.lr
 """.split()
 
 
@@ -87,7 +83,8 @@ def render() -> str:
 
 
 def _glance() -> Iterator[str]:
-    yield f"\n## At a glance\n\n| here | {' | '.join(SYSTEMS.values())} |\n|{'---|' * (1 + len(SYSTEMS))}\n"
+    yield "\n## At a glance\n\nAll others: `convert-config --explain KEY`.\n\n"
+    yield f"| here | {' | '.join(SYSTEMS.values())} |\n|{'---|' * (1 + len(SYSTEMS))}\n"
     for key in GLANCE:
         cells = []
         for name in SYSTEMS:

@@ -1,6 +1,6 @@
 """Writes docs/memory.md: `python docs/generate_memory_page.py`. A test compares the page with it.
 
-The page shows what `doctor` and `preflight` print for pretended machines, so that it is the same wherever it is made.
+The page shows what `preflight` prints for pretended machines, so that it is the same wherever it is made.
 The GPUs that common models need take half an hour of a CPU: `python docs/generate_memory_page.py --sizes` counts them
 and writes docs/memory_sizes.json, which the page is made from. A test counts some of them again. `--large` counts the
 tables of larger models, in a few minutes, and writes docs/memory_large.json.
@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 
 from rlinf_vl.config.load import parse_config
-from rlinf_vl.tools.check.doctor import check
-from rlinf_vl.tools.check.doctor import render as render_lines
 from rlinf_vl.tools.check.machine import Machine
 from rlinf_vl.tools.memory.advice import CARDS, CPU_OFFLOAD, LORA, Advisor, Fit
 from rlinf_vl.tools.memory.ledger import Hardware, Ledger, ledger
@@ -31,10 +29,10 @@ SPLIT = "cluster.component_placement={actor: 0-5, rollout: 6-7}"
 GIB = 2**30
 
 HEAD = """\
-# Memory, and what a machine lacks
+# Memory
 
-What `rlinf-vl doctor` and `rlinf-vl preflight` say of pretended machines. How to read them is in [On a GPU](gpu.md). Nothing
-here was measured on a GPU; `python docs/generate_memory_page.py` generates the page.
+What `rlinf-vl preflight` says of pretended machines ([how to read it](gpu.md#preflight-does-it-fit)). Nothing here was measured on
+a GPU; `python docs/generate_memory_page.py` generates the page.
 """
 
 #: What `machine.look` found where this project's tests run.
@@ -235,7 +233,8 @@ def summary_row(title: str, text: str) -> str:
 
 def render_page() -> str:
     """Return the whole page."""
-    config, model = parse_config(FLAGSHIP), Model(parse_config(FLAGSHIP))
+    config = parse_config(FLAGSHIP)
+    model = Model(config)
     assert config.rollout.model.model_path.startswith("Qwen/")
     rows = ""
     for title, (hardware, overrides) in PREFLIGHT.items():
@@ -252,8 +251,6 @@ def render_page() -> str:
         LAYOUTS_HEAD,
         rows,
         *large_rows,
-        f"\n## doctor {FLAGSHIP}\n\nLines that are not ok on a machine of 2 cores without a GPU:\n\n",
-        render_lines(line for line in check(TESTS, config) if line.status != "ok"),
         f"\n{KEPT_ACTIVATIONS()}",
     ]
     return re.sub(r"\n{3,}", "\n\n", "".join(parts))

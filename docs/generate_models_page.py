@@ -52,7 +52,7 @@ Mixtures of experts (Qwen3-MoE under InternVL) are known by their structure: `ac
 their experts (those of GLM-4.5V are refused, as peft renames them), and preflight counts what a token uses. Routing replay,
 `router_aux_loss_coef` and expert parallelism need layers of this project's own.
 
-Each row is a certificate of `rlinf-vl prove-family`: the largest of each path's figures, which are those of the
+Each row is a certificate of `rlinf-vl prove-family`: the largest of its paths' figures, which are those of the
 [table below](#what-is-compared); all are in [`rlinf_vl/models/certificates/`](../rlinf_vl/models/certificates/). A run of a model
 type without a certificate begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
 
@@ -197,34 +197,33 @@ def cell(family: str, column: str, figures: Mapping[str, Sequence[float]]) -> st
     return REASONS[family, column]
 
 
-def certificate_cell(certificate: Certificate, path: str) -> str:
-    """Return the largest figure of a path, or why there is none."""
-    if path in certificate.paths:
-        return figures_text([max(certificate.paths[path])], ".1e")
-    if path not in certificate.order:
-        return "not measured"
-    return "wrong" if path in certificate.wrong else f"refused: {certificate.refused[path]}"
+def refusals(certificate: Certificate, paths: Sequence[str]) -> str:
+    """Return which of these paths have no figure, and why."""
+    reasons = {
+        path: "wrong"
+        if path in certificate.wrong
+        else certificate.refused.get(path, "not measured")
+        for path in paths
+        if path not in certificate.paths
+    }
+    return "; ".join(f"**{path}**: {reason}" for path, reason in reasons.items())
 
 
 def certificate_table() -> str:
     """Return the table of the families that have no file."""
     general = {name: c for name, c in certificates().items() if name not in FAMILIES}
     order = max((certificate.order for certificate in general.values()), key=len)
-    columns = {
-        path: [certificate_cell(certificate, path) for certificate in general.values()]
-        for path in order
-    }
-    # A path that all refuse for one reason is a line below the table.
-    refused = {
-        path: cells[0].removeprefix("refused: ")
-        for path, cells in columns.items()
-        if len(set(cells)) == 1 and cells[0].startswith("refused: ")
-    }
-    shown = {path: cells for path, cells in columns.items() if path not in refused}
-    lines = ["| model type | " + " | ".join(shown) + " |", "|---" * (1 + len(shown)) + "|"]
-    for name, *row in zip(general, *shown.values(), strict=True):
-        lines.append(f"| `{name}` | {' | '.join(row)} |")
-    lines += ["", *(f"- **{path}** was refused for all: {why}." for path, why in refused.items())]
+    # A path that no member has (prompts, video) is named above the table.
+    measured = [path for path in order if any(path in c.paths for c in general.values())]
+    absent = ", ".join(path for path in order if path not in measured)
+    lines = [
+        f"Paths are {', '.join(measured)}; a model type alone has no {absent}.\n",
+        "| model type | largest figure | of | without a figure |\n|---|---|---|---|",
+    ]
+    for name, certificate in general.items():
+        largest, path = max((max(figures), path) for path, figures in certificate.paths.items())
+        cells = (figures_text([largest], ".1e"), path, refusals(certificate, measured))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n\n"
 
 

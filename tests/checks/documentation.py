@@ -73,13 +73,13 @@ def small_gpu_problems() -> Iterator[str]:
 
 
 def stale_pages() -> Iterator[str]:
-    """Yield the pages of memory and layouts that preflight and doctor would write otherwise."""
+    """Yield the pages of memory and layouts that preflight would write otherwise."""
     for page, program in (("memory", "generate_memory_page"), ("cost", "generate_layouts")):
         generator = runpy.run_path(str(DOCS / f"{program}.py"))
         with contextlib.redirect_stderr(io.StringIO()):  # the progress of a search
             text = generator["render_page"]()
         if text != (DOCS / f"{page}.md").read_text(encoding="utf-8"):
-            yield f"docs/{page}.md is not what preflight and doctor say: run python docs/{program}.py"
+            yield f"docs/{page}.md is not what preflight says: run python docs/{program}.py"
 
 
 def main() -> str | None:
