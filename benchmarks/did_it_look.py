@@ -40,9 +40,9 @@ from rlinf_vl.extras.toy.drawings import (
     toy_rows,
     training_placements,
 )
-from rlinf_vl.observe.look_files import look_file
 from rlinf_vl.tools.report.look.main import SAYS_SOMETHING, look
 from rlinf_vl.tools.report.look.occlusion import edge_share
+from rlinf_vl.tools.report.look_files import look_file
 
 #: The answer that the wording gives away.
 GIVEN_AWAY = 14

@@ -60,7 +60,7 @@ from rlinf_vl.controller.tasks import make_tasks
 from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sampler import EpochSampler
 from rlinf_vl.extras.eval.evaluate import answer_tasks
-from rlinf_vl.observe.evaluation import evaluation
+from rlinf_vl.extras.eval.figures import evaluation
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.rollout.episode.batch_stream import BatchStream, StoredGroup

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import shares_slots
-from rlinf_vl.runtime.gpu_kinds import kind_of_size
+from rlinf_vl.tools.memory.gpu_kinds import kind_of_size
 from rlinf_vl.tools.memory.gpu_parts import GIB
 from rlinf_vl.tools.memory.hours import usual_lengths
 from rlinf_vl.tools.memory.ledger import Hardware

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlinf_vl.models.certificates import Certificate, certificates
 from rlinf_vl.models.families import FAMILIES
+from rlinf_vl.tools.check.certificates import Certificate, certificates
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "models.md"
@@ -53,8 +53,8 @@ their experts (those of GLM-4.5V are refused, as peft renames them), and preflig
 `router_aux_loss_coef` and expert parallelism need layers of this project's own.
 
 Each row is a certificate of `rlinf-vl prove-family`: the largest of its paths' figures, which are those of the
-[table below](#what-is-compared); all are in [`rlinf_vl/models/certificates/`](../rlinf_vl/models/certificates/). A run of a model
-type without a certificate begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
+[table below](#what-is-compared); all are in [`tools/check/certificates/`](../rlinf_vl/tools/check/certificates/). A run of a
+model type without a certificate begins with a warning, `rlinf-vl doctor` says so, and a type that was proven wrong is refused.
 
 CERTIFICATES
 ## A checkpoint's own words

@@ -43,7 +43,7 @@ from rlinf_vl.engines.sglang import machine as sglang_machine
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.extras.verifiers import rows as verifiers_rows
 from rlinf_vl.runtime import gpus
-from rlinf_vl.runtime.hub import ask_hub
+from rlinf_vl.tools.check.hub import ask_hub
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests/golden/refusals.txt"

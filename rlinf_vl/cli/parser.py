@@ -14,6 +14,7 @@ from rlinf_vl.cli.parser_parts import (
 from rlinf_vl.cli.verbs import VERBS
 from rlinf_vl.config.keys import config_keys
 from rlinf_vl.config.overrides import ONE_RUN
+from rlinf_vl.config.parts import named
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -39,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         sentence = f"{verb.summary[0].upper()}{verb.summary[1:]}."
         verb_parser = verbs.add_parser(name, help=verb.summary, description=sentence)
         verb_parser.epilog_text = verb.epilog_text
-        verb.add_arguments(verb_parser.add_argument)
+        named(verb.arguments)(verb_parser.add_argument)
     parser.verbs = list(verbs.choices)
     # Set by the shell when it asks for completions.
     if "_ARGCOMPLETE" in os.environ:

@@ -13,6 +13,8 @@ from rlinf_vl.config.load import examples
 from rlinf_vl.errors import nearest
 
 COMMAND = "rlinf-vl"
+#: Python that comes with a checkpoint is executed with consent only.
+TRUST_HELP = "run the Python that the checkpoint's run brings along in its config.yaml"
 
 
 class MainParser(argparse.ArgumentParser):

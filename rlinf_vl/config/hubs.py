@@ -1,4 +1,4 @@
-"""Names of environments that come from hubs by packages of their own.
+"""Names on hubs: of models and data sets, and of environments that packages of their own play.
 
 `verifiers:NAME` and `openenv:ADDRESS` are values of `rollout.env_class`. An environment of
 `verifiers` has its own data set, whose rows are the source `verifiers://NAME` of `data.*_paths`.
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
+#: A name of a model or a data set on the Hugging Face hub.
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 VERIFIERS = "verifiers:"
 OPENENV = "openenv:"
 #: Prefix of a source of rows, as of `hf://`.

@@ -443,7 +443,7 @@ def _data_files(config: Config) -> Iterator[str]:
         for path in paths:
             if (
                 # Whether a data set of the hub exists takes a request, which
-                # `rlinf_vl.runtime.hub` makes.
+                # `rlinf_vl.tools.check.hub` makes.
                 path not in TOYS
                 and not path.startswith(("hf://", "seeds://", VERIFIERS_ROWS))
                 and not os.path.exists(path)

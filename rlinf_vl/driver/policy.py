@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from rlinf_vl.config.hubs import HUB_NAME
 from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.processing import ProcessorOptions, processor_options
 from rlinf_vl.config.schema.data import VideoConfig
@@ -24,7 +25,6 @@ from rlinf_vl.models.processing import PixelCache, Processor
 from rlinf_vl.rollout.episode.observation import observe
 from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.runtime.checkpoints import STATE_FILE, checkpoints
-from rlinf_vl.runtime.hub import HUB_NAME
 from rlinf_vl.types import Message, Problem, Request, SamplingParams
 
 #: Maximum number of prompts decoded at once.

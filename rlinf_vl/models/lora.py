@@ -8,11 +8,9 @@ is not trained.
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -324,16 +322,3 @@ def remove_wrappers(model: PreTrainedModel) -> dict[str, Any]:
             wrapper: Any = module
             model.set_submodule(path, wrapper.get_base_layer())
     return {unwrapped_name(name): layer for name, layer in layers.items()}
-
-
-def save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
-    """Write the adapters for `peft.PeftModel.from_pretrained` on the model at `base`."""
-    config: Any = model.peft_config[ADAPTER]  # pyright: ignore[reportIndexIssue]
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(str(folder))
-    weights = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.detach().contiguous()
-        for name, value in model.named_parameters()
-        if is_adapter(name)
-    }
-    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})

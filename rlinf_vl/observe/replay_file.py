@@ -9,7 +9,7 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -206,56 +206,6 @@ class RecordedStep:
                 f"{path} is no replay file ({type(error).__name__}: {error}); "
                 "'rlinf-vl replay RUN --step N' writes one"
             ) from None
-
-    def only(self, kept_numbers: Sequence[TrajectoryNumber]) -> "RecordedStep":
-        """Return the step with these trajectories alone, the groups renumbered.
-
-        The loss's denominators stay, and the run's metrics go, which are those of all trajectories.
-        """
-        kept_groups = sorted({g for g, _ in kept_numbers})
-        new_group = {g: n for n, g in enumerate(kept_groups)}
-        indices: dict[int, list[int]] = {g: [] for g in kept_groups}
-        for g, i in sorted(kept_numbers):
-            indices[g].append(i)
-        numbers = {(g, i): (new_group[g], n) for g in kept_groups for n, i in enumerate(indices[g])}
-        groups = tuple(
-            replace(
-                self.groups[g],
-                trajectories=tuple(self.groups[g].trajectories[i] for i in indices[g]),
-            )
-            for g in kept_groups
-        )
-        minibatches = []
-        for mini in self.minibatches:
-            micro_batches = [
-                tuple(numbers[item] for item in micro_batch if item in numbers)
-                for micro_batch in mini.micro_batches
-            ]
-            micro_batches = [items for items in micro_batches if items]
-            if micro_batches:
-                minibatches.append(replace(mini, micro_batches=tuple(micro_batches)))
-        changes: dict[str, Any] = {
-            "advantages": tuple(
-                tuple(self.advantages[g][i] for i in indices[g]) for g in kept_groups
-            ),
-            "train_logprobs": {
-                numbers[item]: x for item, x in self.train_logprobs.items() if item in numbers
-            },
-            "messages": {
-                new_group[g]: messages for g, messages in self.messages.items() if g in new_group
-            },
-        }
-        sizes = self.group_sizes or tuple(len(group.trajectories) for group in self.groups)
-        changes["group_sizes"] = tuple(sizes[g] for g in kept_groups)
-        is_whole = self.is_whole and len(numbers) == sum(len(g.trajectories) for g in self.groups)
-        return replace(
-            self,
-            groups=groups,
-            minibatches=tuple(minibatches),
-            metrics=self.metrics if is_whole else {},
-            is_whole=is_whole,
-            **changes,
-        )
 
 
 def replay_path(run_dir: Path, step: int) -> Path:

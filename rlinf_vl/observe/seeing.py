@@ -12,10 +12,11 @@ are one cluster (Miller 2024, "Adding Error Bars to Evals", section 2.2). Differ
 within a question, so its difficulty cancels.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from rlinf_vl.observe.evaluation import mean_and_error
+import numpy as np
+
 from rlinf_vl.types import GroupSummary
 
 #: The accuracy under each control.
@@ -40,6 +41,17 @@ SPLIT_METRICS = {
 Shares = Mapping[int, float]
 
 
+def mean_and_error(values: Sequence[float]) -> dict[str, float | int | None]:
+    """Return the mean over problems, its standard error and the number of problems; null where
+    there are too few."""
+    n = len(values)
+    return {
+        "mean": float(np.mean(values)) if n else None,
+        "standard_error": float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None,
+        "problems": n,
+    }
+
+
 def right_shares(rows: Sequence[int], summaries: Sequence[GroupSummary]) -> dict[int, float]:
     """Return the share of right answers to each row; a failed answer is a wrong one."""
     shares = {}
@@ -57,18 +69,6 @@ def shares_by_control(
     for kind, by_row in summaries.items():
         shares[kind] = right_shares(list(by_row), list(by_row.values()))
     return shares
-
-
-def control_figures(true: Shares, by_control: Mapping[str, Shares]) -> dict[str, Any]:
-    """Return the accuracy of the questions with images as they are and under each control, and
-    with `blank` the part that is seen; each as `mean_and_error`."""
-    true_shares = {row: true[row] for shares in by_control.values() for row in shares}
-    figures = {"as it is": mean_and_error(list(true_shares.values()))}
-    for kind, shares in by_control.items():
-        figures[kind] = mean_and_error(list(shares.values()))
-    if blank := by_control.get("blank"):
-        figures["seen"] = seen_share(true, blank)
-    return figures
 
 
 def seen_share(true: Shares, blank: Shares) -> dict[str, float | int | None]:

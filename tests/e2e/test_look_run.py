@@ -11,7 +11,7 @@ from whole_run import metrics_of
 from rlinf_vl import train
 from rlinf_vl.__main__ import main
 from rlinf_vl.extras.toy.drawings import GRID
-from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, look_file
+from rlinf_vl.tools.report.look_files import WITH_BLANKS, WITH_IMAGES, look_file
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ from rlinf_vl.__main__ import main
 from rlinf_vl.engines.torch.sampling import Sampler
 from rlinf_vl.observe import alarms
 from rlinf_vl.observe.replay_file import RecordedStep
-from rlinf_vl.tools.report import build_report
+from rlinf_vl.tools.report.build import build_report
 
 pytestmark = pytest.mark.e2e
 

@@ -21,8 +21,8 @@ from whole_run import LOCAL, Run
 from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.observe.alarms import ALARMS
 from rlinf_vl.observe.clip_files import animated
-from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, write_look
-from rlinf_vl.tools.report import build_report
+from rlinf_vl.tools.report.build import build_report
+from rlinf_vl.tools.report.look_files import WITH_BLANKS, WITH_IMAGES, write_look
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

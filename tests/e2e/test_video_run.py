@@ -12,7 +12,7 @@ from whole_run import LOCAL, Run, rows_of
 
 from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
 from rlinf_vl.observe.clip_files import frames_of
-from rlinf_vl.tools.report import build_report
+from rlinf_vl.tools.report.build import build_report
 
 pytestmark = pytest.mark.e2e
 #: Supervised steps: too few to read a video, enough to end an answer.

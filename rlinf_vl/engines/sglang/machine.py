@@ -5,8 +5,6 @@ Nothing here imports SGLang, and only `cudart_folder` imports torch, so that a m
 checked before anything is started.
 """
 
-import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -56,23 +54,6 @@ def require_platform() -> None:
             "older installation of rlinf_vl lacks; `bash requirements/install.sh --sglang` "
             "registers it"
         )
-
-
-def server_argument_names() -> set[str]:
-    """Return the names of SGLang's server arguments.
-
-    They are read from its sources, because importing it takes half a minute. The set is empty if
-    SGLang is not installed, or if a newer version defines them elsewhere.
-    """
-    spec = importlib.util.find_spec("sglang")
-    names = set()
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for file in Path(folder).glob("srt/arg_groups/fields/*.py"):
-            for node in ast.parse(file.read_text("utf-8")).body:
-                fields = node.body if isinstance(node, ast.ClassDef) else ()
-                targets = (field.target for field in fields if isinstance(field, ast.AnnAssign))
-                names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
 
 
 def cuda_environment(shared_gpu: bool, keeps_copy: bool = False) -> dict[str, str]:

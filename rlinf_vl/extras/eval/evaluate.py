@@ -21,8 +21,8 @@ from rlinf_vl.data.bad_rows import BadRows
 from rlinf_vl.data.sources import open_source
 from rlinf_vl.driver.parts import Parts
 from rlinf_vl.errors import ConfigError, RunError, reason_of
-from rlinf_vl.observe.evaluation import evaluation
-from rlinf_vl.observe.seeing import control_figures, right_shares, shares_by_control
+from rlinf_vl.extras.eval.figures import control_figures, evaluation
+from rlinf_vl.observe.seeing import right_shares, shares_by_control
 from rlinf_vl.rollout.episode.env_makers import pays_row_answers
 from rlinf_vl.rollout.submission import Task
 from rlinf_vl.runtime.checkpoints import Folder

@@ -81,7 +81,7 @@ def launch_evaluation(
         # seconds.
         from rlinf_vl.driver.backends import parts_of
         from rlinf_vl.extras.eval import evaluate
-        from rlinf_vl.observe.evaluation import render
+        from rlinf_vl.extras.eval.figures import render
 
         load_part("refuse-machine")(config)
         model_path = prepare_toys(config)

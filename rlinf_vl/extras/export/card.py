@@ -13,7 +13,7 @@ import yaml
 from PIL import Image, ImageDraw, ImageFont
 
 from rlinf_vl import __version__
-from rlinf_vl.observe.run_files import flatten, read_metrics
+from rlinf_vl.observe.metrics_file import flatten, read_metrics
 
 TEMPLATES = Path(__file__).parent
 CURVE = "curve.png"

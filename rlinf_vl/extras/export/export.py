@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import PreTrainedModel
@@ -31,12 +32,12 @@ from rlinf_vl.models.loading import (
     saved_buffers,
 )
 from rlinf_vl.models.lora import (
+    ADAPTER,
     LoraSettings,
     add_adapters,
     is_adapter,
     merge_adapters,
     remove_wrappers,
-    save_adapters,
     unwrapped_name,
     with_adapter,
 )
@@ -256,7 +257,7 @@ def export_checkpoint(
         read = None if adapters else _merged_weights(origin, model)
     output.mkdir(parents=True, exist_ok=True)
     if adapters:
-        save_adapters(model, output, origin.base)
+        _save_adapters(model, output, origin.base)
         return origin
     # `use_packed_attention` has put in a name that only the trainer knows.
     model.config._attn_implementation = "sdpa"
@@ -340,3 +341,16 @@ def _carried(origin: Origin) -> Iterator[tuple[str, torch.Tensor]]:
             origin.base,
             names[0],
         )
+
+
+def _save_adapters(model: PreTrainedModel, folder: Path, base: str) -> None:
+    """Write the adapters for `peft.PeftModel.from_pretrained` on the model at `base`."""
+    config: Any = model.peft_config[ADAPTER]  # pyright: ignore[reportIndexIssue]
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(str(folder))
+    weights = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.detach().contiguous()
+        for name, value in model.named_parameters()
+        if is_adapter(name)
+    }
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})

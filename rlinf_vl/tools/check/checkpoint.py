@@ -14,15 +14,16 @@ from typing import Any
 
 from rlinf_vl.config import Config
 from rlinf_vl.config.chat_template import unnamed_variables
+from rlinf_vl.config.hubs import HUB_NAME
 from rlinf_vl.config.toys import TOKEN_SIDE, TOYS
 from rlinf_vl.config.validate import why_absent
 from rlinf_vl.errors import ConfigError, nearest
-from rlinf_vl.models.certificates import proven_wrong, refused_path
 from rlinf_vl.models.families import FAMILIES
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_processor import token_side
 from rlinf_vl.runtime import gpus
-from rlinf_vl.runtime.hub import HUB_NAME, ask_hub
+from rlinf_vl.tools.check.certificates import proven_wrong, refused_path
+from rlinf_vl.tools.check.hub import ask_hub
 from rlinf_vl.user_code import is_code
 
 

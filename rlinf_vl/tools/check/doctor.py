@@ -251,9 +251,9 @@ def _of_processes(machine: Machine, config: Config, weights: bool) -> Iterator[F
 
 def _of_weights(machine: Machine, config: Config, ranks: int, engines: int) -> Iterator[Finding]:
     """Yield findings that depend on the model, with `ranks` and `engines` on each machine."""
-    from rlinf_vl.models.certificates import not_proven
     from rlinf_vl.models.loading import DTYPES
     from rlinf_vl.models.lora import AdapterError
+    from rlinf_vl.tools.check.certificates import not_proven
 
     nodes = config.cluster.num_nodes
     try:

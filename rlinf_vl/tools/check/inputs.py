@@ -4,6 +4,7 @@ Neither torch nor Ray is imported, so that a mistake shows within a second. The 
 again.
 """
 
+import ast
 import asyncio
 import importlib
 import importlib.util
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from rlinf_vl.config import Config
+from rlinf_vl.config.hubs import HUB_NAME
 from rlinf_vl.config.imitation import as_problems
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.schema.rollout import AGENT_CALL
@@ -29,7 +31,7 @@ from rlinf_vl.data.cache import cache_root
 from rlinf_vl.data.formats import RowFormat
 from rlinf_vl.data.sources import Peek, first_rows, peek, peek_seeds
 from rlinf_vl.data.unusable import NOT_FETCHED, RowError
-from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang, server_argument_names
+from rlinf_vl.engines.sglang.machine import missing_tools, require_sglang
 from rlinf_vl.envs.registry import EnvMaker, check_env_class, keyword_problems, load_env_class
 from rlinf_vl.errors import ConfigError, nearest, pip_install, reason_of
 from rlinf_vl.extras.verifiers.rows import environment_missing
@@ -38,9 +40,9 @@ from rlinf_vl.rewards.named import named_function
 from rlinf_vl.rewards.processes import load_function
 from rlinf_vl.runtime import gpus
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, STATE_FILE, folder_at, newest_checkpoint
-from rlinf_vl.runtime.hub import HUB_NAME, ask_hub
 from rlinf_vl.runtime.run_folder import run_folder
 from rlinf_vl.tools.check.checkpoint import checkpoint
+from rlinf_vl.tools.check.hub import ask_hub
 from rlinf_vl.tools.check.teacher import teachers
 from rlinf_vl.types import Problem
 from rlinf_vl.user_code import CodeError, check_code, is_code, load_code
@@ -314,7 +316,7 @@ def _server_arguments(config: Config) -> Iterator[str]:
     server_args = (
         config.rollout.sglang.server_args if config.rollout.rollout_backend == "sglang" else {}
     )
-    if server_args and (known_names := server_argument_names()):
+    if server_args and (known_names := _server_argument_names()):
         for name in server_args.keys() - known_names:
             yield (
                 f"rollout.sglang.server_args: SGLang has no argument {name!r}; write it as in its "
@@ -379,6 +381,23 @@ def _unwritable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"{folder}: {error.strerror}"
+
+
+def _server_argument_names() -> set[str]:
+    """Return the names of SGLang's server arguments.
+
+    They are read from its sources, because importing it takes half a minute. The set is empty if
+    SGLang is not installed, or if a newer version defines them elsewhere.
+    """
+    spec = importlib.util.find_spec("sglang")
+    names = set()
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in Path(folder).glob("srt/arg_groups/fields/*.py"):
+            for node in ast.parse(file.read_text("utf-8")).body:
+                fields = node.body if isinstance(node, ast.ClassDef) else ()
+                targets = (field.target for field in fields if isinstance(field, ast.AnnAssign))
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
 
 
 def _gpus(config: Config) -> Iterator[str]:

@@ -21,7 +21,6 @@ from rlinf_vl.data.unusable import shorten
 from rlinf_vl.envs import Env, EnvMaker, StepResult
 from rlinf_vl.envs.registry import ENVIRONMENTS, SINGLE
 from rlinf_vl.errors import ConfigError
-from rlinf_vl.models.certificates import not_proven
 from rlinf_vl.rewards.result import Answer
 from rlinf_vl.rewards.scoring import Score, Scorer
 from rlinf_vl.rollout.episode.env_executor import CallTimeout, ThreadExecutor
@@ -35,6 +34,7 @@ from rlinf_vl.rollout.episode.row_check import (
     request_builder_of,
     without_reference,
 )
+from rlinf_vl.tools.check.certificates import not_proven
 from rlinf_vl.types import Problem, SamplingParams
 from rlinf_vl.user_code import is_code
 

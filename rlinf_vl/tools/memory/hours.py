@@ -25,7 +25,7 @@ from rlinf_vl.data.sources import open_source
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.loading import DTYPES
 from rlinf_vl.models.shapes import head_dim
-from rlinf_vl.runtime.gpu_kinds import GPU_KINDS, GpuKind, kind_of_size
+from rlinf_vl.tools.memory.gpu_kinds import GPU_KINDS, GpuKind, kind_of_size
 from rlinf_vl.tools.memory.ledger import Hardware, ledger
 from rlinf_vl.tools.memory.model import Model, expert_parallel_size
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from rlinf_vl.config.schema import Config
-from rlinf_vl.runtime.gpu_kinds import GpuKind
+from rlinf_vl.tools.memory.gpu_kinds import GpuKind
 from rlinf_vl.tools.memory.gpu_parts import GIB
 from rlinf_vl.tools.memory.hours import PHASES, Lengths, assumptions, seconds_text
 from rlinf_vl.tools.memory.ledger import Hardware

@@ -28,7 +28,6 @@ from rlinf_vl.config.schema import Config
 from rlinf_vl.config.validate import validate_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.models.loading import DTYPES
-from rlinf_vl.runtime.gpu_kinds import GpuKind
 from rlinf_vl.tools.memory.advice import (
     BUDGET,
     ENGINE_SHARE,
@@ -37,6 +36,7 @@ from rlinf_vl.tools.memory.advice import (
     min_budget,
     model_key,
 )
+from rlinf_vl.tools.memory.gpu_kinds import GpuKind
 from rlinf_vl.tools.memory.gpu_parts import GIB
 from rlinf_vl.tools.memory.host_memory import host_memory
 from rlinf_vl.tools.memory.hours import FAST, SLOW, Lengths, Shares, StepTime, estimate_step

@@ -19,8 +19,8 @@ from typing import Any
 import jinja2
 
 from rlinf_vl.observe.metrics import OWN_REWARD_METRICS
-from rlinf_vl.observe.run_files import RunFiles, read_run, standard_error
 from rlinf_vl.runtime.files import write_aside
+from rlinf_vl.tools.report.run_files import RunFiles, read_run, standard_error
 from rlinf_vl.tools.report.trajectories import ImageStore, encode_trajectories, read_trajectories
 
 ASSETS = Path(__file__).parent / "assets"

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.observe.run_files import check_is_run
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.tools.report.build import NAMES_OF_A_RUN
+from rlinf_vl.tools.report.run_files import check_is_run
 
 #: Bytes of a metrics.jsonl that are read, from its end. Of a longer one, `best` is that of its end.
 TAIL_BYTES = 16 * 2**20

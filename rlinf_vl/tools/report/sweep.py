@@ -16,10 +16,11 @@ import jinja2
 import yaml
 
 from rlinf_vl.config.sweeps import SEEDS, SWEEP_FILE
-from rlinf_vl.observe.run_files import flatten, read_metrics, standard_error
+from rlinf_vl.observe.metrics_file import flatten, read_metrics
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.files import write_aside
 from rlinf_vl.tools.report.build import ASSETS, NAMES_OF_A_RUN, PLOT_SCRIPT, asset, script_hash
+from rlinf_vl.tools.report.run_files import standard_error
 from rlinf_vl.tools.report.runs_table import runs_in
 
 #: Metrics that have a chart where a run logged them, and its title.

@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from rlinf_vl.observe.clip_files import frames_of
-from rlinf_vl.observe.look_files import KEY as LOOK_KEY
-from rlinf_vl.observe.look_files import SCHEMA as LOOK_SCHEMA
-from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, look_file
 from rlinf_vl.observe.trajectories import SCHEMA
+from rlinf_vl.tools.report.look_files import KEY as LOOK_KEY
+from rlinf_vl.tools.report.look_files import SCHEMA as LOOK_SCHEMA
+from rlinf_vl.tools.report.look_files import WITH_BLANKS, WITH_IMAGES, look_file
 
 #: Column type → the type of the column in the browser, and the value of a token that has none.
 FILL = {pa.float32(): (np.float32, np.nan), pa.int32(): (np.int32, -1), pa.bool_(): (np.uint8, 1)}

@@ -18,10 +18,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from rlinf_vl.observe.run_files import check_is_run, read_metrics
+from rlinf_vl.observe.metrics_file import read_metrics
 from rlinf_vl.observe.status import read_status
 from rlinf_vl.runtime.files import read_lines
 from rlinf_vl.tools.report.newest import Newest, read_newest
+from rlinf_vl.tools.report.run_files import check_is_run
 
 #: Curve's label → metric. Curves that a run has are drawn in this order, then its environment's.
 CURVES = {

@@ -12,10 +12,10 @@ from sglang_toy import Toy, engine_of
 from tiny_tiles import write_internvl
 from transformers import AutoConfig
 
-from rlinf_vl.models.certificates import certificates, proven_wrong
 from rlinf_vl.models.encoders import squares
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.image_tokens import mrope_positions
+from rlinf_vl.tools.check.certificates import certificates, proven_wrong
 from rlinf_vl.tools.verify.prove.certificate import outcomes_of
 from rlinf_vl.tools.verify.prove.main import RELEASED
 from rlinf_vl.tools.verify.prove.member import member_of

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlinf_vl.models.certificates import certificates
 from rlinf_vl.models.families import FAMILIES, family_at
+from rlinf_vl.tools.check.certificates import certificates
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

@@ -21,9 +21,7 @@ from tiny_tiles import (
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf_vl.config.load import load_config
-from rlinf_vl.models import certificates as certificates_module
 from rlinf_vl.models import tiles
-from rlinf_vl.models.certificates import Certificate, not_proven
 from rlinf_vl.models.families import family_at, family_of
 from rlinf_vl.models.image_tokens import ImageTokens, counted_positions
 from rlinf_vl.models.loading import freeze, load_model, part_of, switch_dropout_off
@@ -31,6 +29,8 @@ from rlinf_vl.models.policy import encode_images, trains_images
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.models.saving import save_model
 from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.tools.check import certificates as certificates_module
+from rlinf_vl.tools.check.certificates import Certificate, not_proven
 from rlinf_vl.tools.check.checkpoint import checkpoint
 from rlinf_vl.tools.check.smoke.checkpoint import _write_weights
 from rlinf_vl.tools.verify.prove.member import member_of

@@ -7,7 +7,8 @@ from itertools import combinations, product
 import pytest
 from unit.controller.fakes import summary
 
-from rlinf_vl.observe.evaluation import evaluation, mean_and_error, pass_at_k, render
+from rlinf_vl.extras.eval.figures import evaluation, pass_at_k, render
+from rlinf_vl.observe.seeing import mean_and_error
 
 
 @pytest.mark.parametrize("n, correct", [(n, c) for n in range(1, 7) for c in range(n + 1)])

@@ -21,12 +21,12 @@ from summaries import changed
 from unit.observe.conversations import make_conversations
 
 from rlinf_vl.errors import RunError
-from rlinf_vl.observe.evaluation import evaluation
+from rlinf_vl.extras.eval.figures import evaluation
+from rlinf_vl.observe.metrics_file import flatten
 from rlinf_vl.observe.progress import RunProgress
-from rlinf_vl.observe.run_files import flatten, read_run
 from rlinf_vl.observe.status import StatusFile
-from rlinf_vl.tools.report import build_report
-from rlinf_vl.tools.report.build import ASSETS, MATH_SCRIPT
+from rlinf_vl.tools.report.build import ASSETS, MATH_SCRIPT, build_report
+from rlinf_vl.tools.report.run_files import read_run
 from rlinf_vl.types import GroupSummary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u202e{{ 7*7 }}<!--\\boxed{4}"

@@ -9,7 +9,7 @@ import yaml
 from rlinf_vl.__main__ import main
 from rlinf_vl.config import load_config
 from rlinf_vl.config.load import save_config
-from rlinf_vl.observe.run_files import flatten
+from rlinf_vl.observe.metrics_file import flatten
 from rlinf_vl.tools.report import runs_table
 from rlinf_vl.tools.report.runs_table import read_lines_of, runs_in
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rlinf_vl.observe.evaluation import evaluation, render
-from rlinf_vl.observe.seeing import control_figures, first_shares, gains, seeing_metrics
+from rlinf_vl.extras.eval.figures import control_figures, evaluation, render
+from rlinf_vl.observe.seeing import first_shares, gains, seeing_metrics
 
 
 def test_the_split_by_hand():

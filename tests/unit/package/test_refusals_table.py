@@ -24,7 +24,7 @@ SLOW = re.compile(
 CHECKS = [f"tools/check/{name}.py" for name in ("checkpoint", "inputs", "teacher", "trial")]
 #: Packages and modules whose refusals the table has.
 SOURCES = (
-    "config", "data", *CHECKS, "runtime/hub.py", "extras/video", "extras/verifiers/rows.py",
+    "config", "data", *CHECKS, "tools/check/hub.py", "extras/video", "extras/verifiers/rows.py",
 )  # fmt: skip
 #: Texts of refusals that no case provokes → why.
 NOT_PROVOKED = {

@@ -7,7 +7,7 @@ import pytest
 from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
-from rlinf_vl.runtime.gpu_kinds import GPU_KINDS
+from rlinf_vl.tools.memory.gpu_kinds import GPU_KINDS
 from rlinf_vl.tools.memory.hours import FAST, SLOW, Lengths, estimate_step, seconds_text, steps_of
 from rlinf_vl.tools.memory.model import Model
 

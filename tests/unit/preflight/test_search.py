@@ -9,7 +9,7 @@ from rlinf_vl.__main__ import main
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.placement import placement_of
 from rlinf_vl.config.validate import validate_config
-from rlinf_vl.runtime.gpu_kinds import kind_of_size
+from rlinf_vl.tools.memory.gpu_kinds import kind_of_size
 from rlinf_vl.tools.memory.gpu_parts import GIB
 from rlinf_vl.tools.memory.host_memory import host_memory
 from rlinf_vl.tools.memory.hours import estimate_step, usual_lengths

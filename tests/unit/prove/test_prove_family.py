@@ -14,13 +14,13 @@ from transformers import AutoConfig
 from rlinf_vl.__main__ import main
 from rlinf_vl.models import layers
 from rlinf_vl.models.attention import SegmentAttention
-from rlinf_vl.models.certificates import FOLDER, certificates, not_proven, proven_wrong
 from rlinf_vl.models.families import FAMILIES, family_at
 from rlinf_vl.models.family import Family, VisionFeatures
 from rlinf_vl.models.image_processor import QwenImages
 from rlinf_vl.models.image_tokens import ImageTokens, mrope_positions
 from rlinf_vl.models.layers import frame_attention
 from rlinf_vl.models.vision_cache import VisionCache
+from rlinf_vl.tools.check.certificates import FOLDER, certificates, not_proven, proven_wrong
 from rlinf_vl.tools.verify.prove.certificate import Outcome, outcomes_of
 from rlinf_vl.tools.verify.prove.main import RELEASED
 from rlinf_vl.tools.verify.prove.member import member_of, tiny_config

@@ -12,7 +12,7 @@ from rlinf_vl.models.kernels import cpu
 from rlinf_vl.models.vision_cache import VisionCache
 from rlinf_vl.observe import replay_file
 from rlinf_vl.observe.replay_file import RecordedStep
-from rlinf_vl.tools.verify.replay.minimise import MAX_REPLAYS, Minimiser
+from rlinf_vl.tools.verify.replay.minimise import MAX_REPLAYS, Minimiser, part_of_step
 from rlinf_vl.tools.verify.replay.quantities import Quantity
 from rlinf_vl.tools.verify.replay.reasons import reasons_for
 from rlinf_vl.tools.verify.replay.run import ENGINE, RUN, TRAINER, Replay
@@ -82,7 +82,7 @@ def test_the_file_has_all_of_a_step(clean_step, tmp_path):
 
 def test_a_part_of_a_step_keeps_its_denominators(clean_step):
     config = tiny_run()
-    part = clean_step.only([(2, 0), (2, 2)])
+    part = part_of_step(clean_step, [(2, 0), (2, 2)])
     assert part.minibatches[0].trajectories == [(0, 0), (0, 1)]
     assert part.minibatches[0].denominator == clean_step.minibatches[0].denominator
     outcome = Replay(tiny_subject(), config)(part)
@@ -98,7 +98,7 @@ def test_a_replay_with_other_weights_than_the_run_accuses_nobody(clean_step):
     subject, config = tiny_subject(), tiny_run()
     weights = {name: weight * 1.05 for name, weight in subject.weights.items()}
     subject = replace(subject, weights=weights)
-    part = replace(clean_step.only([(2, 0), (2, 2)]), engine_weights={})
+    part = replace(part_of_step(clean_step, [(2, 0), (2, 2)]), engine_weights={})
     outcome = Replay(subject, config)(part)
     assert str(outcome.first.quantity) == "rollout logprobs" and outcome.run_gap < 1e-4
     (reason,) = reasons_for(outcome.first, outcome, config)

@@ -17,9 +17,9 @@ import pytest
 from rlinf_vl.config import load_config
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.lines import EventLog
-from rlinf_vl.observe.run_files import read_run
 from rlinf_vl.runtime.checkpoints import checkpoints, find_checkpoint, load_state, save_checkpoint
 from rlinf_vl.runtime.run_folder import locked, open_folder, run_folder
+from rlinf_vl.tools.report.run_files import read_run
 
 LEARNING_RATE = load_config("toy-grpo-cpu").actor.optim.lr
 

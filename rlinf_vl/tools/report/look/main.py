@@ -20,12 +20,12 @@ from rlinf_vl.models.loading import use_packed_attention, vocab_size
 from rlinf_vl.models.lora import merge_adapters
 from rlinf_vl.models.policy import PolicyModel
 from rlinf_vl.models.processing import Processor
-from rlinf_vl.observe.look_files import WITH_BLANKS, WITH_IMAGES, write_look
 from rlinf_vl.packing.collator import Collator
 from rlinf_vl.runtime.checkpoints import checkpoint_at, checkpoints, load_state
 from rlinf_vl.tools.report.look.occlusion import edge_share
 from rlinf_vl.tools.report.look.recorded import Recorded, read_recorded, recorded_steps
 from rlinf_vl.tools.report.look.scorer import Scorer, with_images
+from rlinf_vl.tools.report.look_files import WITH_BLANKS, WITH_IMAGES, write_look
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     """Score a run's step, rebuild its report, and say what was found."""
-    from rlinf_vl.tools.report import build_report
+    from rlinf_vl.tools.report.build import build_report
 
     file, rows = look(
         arguments.run,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.observe.replay_file import FOLDER, SUFFIX, RecordedStep
-from rlinf_vl.tools.verify.replay.minimise import Minimiser
+from rlinf_vl.tools.verify.replay.minimise import Minimiser, part_of_step
 from rlinf_vl.tools.verify.replay.quantities import Quantity
 from rlinf_vl.tools.verify.replay.render import as_json, size_text, table
 from rlinf_vl.tools.verify.replay.rerun import record_run
@@ -76,8 +76,9 @@ def record(run_dir: Path, arguments: argparse.Namespace) -> Path:
                 f"--group {arguments.group}: step {step.step} has groups 0 to "
                 f"{len(step.groups) - 1}"
             )
-        step = step.only(
-            [(arguments.group, i) for i in range(len(step.groups[arguments.group].trajectories))]
+        step = part_of_step(
+            step,
+            [(arguments.group, i) for i in range(len(step.groups[arguments.group].trajectories))],
         )
         name += f"_group_{arguments.group}"
     file = arguments.output or run_dir / FOLDER / f"{name}{SUFFIX}"

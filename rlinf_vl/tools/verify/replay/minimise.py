@@ -2,9 +2,9 @@
 trajectories (delta debugging; Zeller & Hildebrandt 2002), then the images, then the answers' ends.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,9 +48,9 @@ class Minimiser:
                 return False
 
         numbers = [number for mini in step.minibatches for number in mini.trajectories]
-        fewest = _minimised(numbers, lambda chosen: shows(step.only(chosen)))
+        fewest = _minimised(numbers, lambda chosen: shows(part_of_step(step, chosen)))
         if len(fewest) < len(numbers):
-            step = step.only(fewest)
+            step = part_of_step(step, fewest)
         step = self._without_images(step, shows)
         return self._shorter(step, shows)
 
@@ -196,3 +196,52 @@ def _cut_trajectory(trajectory: Trajectory, longest: int) -> Trajectory:
         for t in trajectory.turns
     )
     return replace(trajectory, sequences=tuple(sequences), turns=turns)
+
+
+def part_of_step(step: RecordedStep, kept_numbers: Sequence[TrajectoryNumber]) -> RecordedStep:
+    """Return the step with these trajectories alone, the groups renumbered.
+
+    The loss's denominators stay, and the run's metrics go, which are those of all trajectories.
+    """
+    kept_groups = sorted({g for g, _ in kept_numbers})
+    new_group = {g: n for n, g in enumerate(kept_groups)}
+    indices: dict[int, list[int]] = {g: [] for g in kept_groups}
+    for g, i in sorted(kept_numbers):
+        indices[g].append(i)
+    numbers = {(g, i): (new_group[g], n) for g in kept_groups for n, i in enumerate(indices[g])}
+    groups = tuple(
+        replace(
+            step.groups[g],
+            trajectories=tuple(step.groups[g].trajectories[i] for i in indices[g]),
+        )
+        for g in kept_groups
+    )
+    minibatches = []
+    for mini in step.minibatches:
+        micro_batches = [
+            tuple(numbers[item] for item in micro_batch if item in numbers)
+            for micro_batch in mini.micro_batches
+        ]
+        micro_batches = [items for items in micro_batches if items]
+        if micro_batches:
+            minibatches.append(replace(mini, micro_batches=tuple(micro_batches)))
+    changes: dict[str, Any] = {
+        "advantages": tuple(tuple(step.advantages[g][i] for i in indices[g]) for g in kept_groups),
+        "train_logprobs": {
+            numbers[item]: x for item, x in step.train_logprobs.items() if item in numbers
+        },
+        "messages": {
+            new_group[g]: messages for g, messages in step.messages.items() if g in new_group
+        },
+    }
+    sizes = step.group_sizes or tuple(len(group.trajectories) for group in step.groups)
+    changes["group_sizes"] = tuple(sizes[g] for g in kept_groups)
+    is_whole = step.is_whole and len(numbers) == sum(len(g.trajectories) for g in step.groups)
+    return replace(
+        step,
+        groups=groups,
+        minibatches=tuple(minibatches),
+        metrics=step.metrics if is_whole else {},
+        is_whole=is_whole,
+        **changes,
+    )

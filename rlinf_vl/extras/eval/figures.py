@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlinf_vl.observe.metrics import env_metrics, part_metrics
+from rlinf_vl.observe.seeing import Shares, mean_and_error, seen_share
 from rlinf_vl.types import GroupSummary, TrajectorySummary
 
 #: Columns of a terminal; a table that is wider would be broken inside its lines.
@@ -29,17 +30,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
     """
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def mean_and_error(values: Sequence[float]) -> dict[str, float | int | None]:
-    """Return the mean over problems, its standard error and the number of problems; null where
-    there are too few."""
-    n = len(values)
-    return {
-        "mean": float(np.mean(values)) if n else None,
-        "standard_error": float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None,
-        "problems": n,
-    }
 
 
 def evaluation(
@@ -69,6 +59,18 @@ def evaluation(
         }
         result["tables"][name] = table
     return result
+
+
+def control_figures(true: Shares, by_control: Mapping[str, Shares]) -> dict[str, Any]:
+    """Return the accuracy of the questions with images as they are and under each control, and
+    with `blank` the part that is seen; each as `mean_and_error`."""
+    true_shares = {row: true[row] for shares in by_control.values() for row in shares}
+    figures = {"as it is": mean_and_error(list(true_shares.values()))}
+    for kind, shares in by_control.items():
+        figures[kind] = mean_and_error(list(shares.values()))
+    if blank := by_control.get("blank"):
+        figures["seen"] = seen_share(true, blank)
+    return figures
 
 
 def _by_turns(summaries: Sequence[GroupSummary]) -> dict[str, dict[str, float]]:

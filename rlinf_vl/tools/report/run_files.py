@@ -12,12 +12,18 @@ from typing import Any
 
 import yaml
 
+from rlinf_vl.extras.eval.figures import render
 from rlinf_vl.observe.alarms import ALARMS, OVER
-from rlinf_vl.observe.evaluation import render
+from rlinf_vl.observe.metrics_file import (
+    flatten,
+    is_number,
+    read_metrics,
+    read_or_note,
+    read_records,
+)
 from rlinf_vl.observe.replay_file import FOLDER, SUFFIX
 from rlinf_vl.observe.spans import read_spans
 from rlinf_vl.observe.status import read_status
-from rlinf_vl.runtime.files import read_lines
 
 #: Rows at most of the table of events, and of that of skipped rows: the newest ones.
 MAX_TABLE_ROWS = 1000
@@ -159,17 +165,6 @@ def read_run(path: Path) -> RunFiles:
     )
 
 
-def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float | None]]:
-    """Return a row for each step, in order; None for values that are no finite number."""
-    rows = [row for row in _lines(path / "metrics.jsonl", notes) if type(row.get("step")) is int]
-    by_step = {}  # of a step that is there twice, the later line counts
-    for row in rows:
-        by_step[row["step"]] = {
-            name: value if is_number(value) else None for name, value in row.items()
-        }
-    return [by_step[step] for step in sorted(by_step)]
-
-
 def _span_totals(path: Path) -> dict[tuple[str, str], tuple[int, float]]:
     """Return (process, phase) → count and total seconds, by process, the longest phase first."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
@@ -191,40 +186,6 @@ def standard_error(row: Mapping[str, float | None]) -> float | None:
     return math.sqrt(accuracy * (1 - accuracy) / problems)
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Return dotted name → value as text.
-
-    {"a": {"b": None}, "c": [1]} gives {"a.b": "null", "c": "[1]"}.
-    """
-    if isinstance(tree, Mapping) and (tree or not prefix):
-        parts = [
-            flatten(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()
-        ]
-        return {name: value for part in parts for name, value in part.items()}
-    return {
-        prefix: tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False, default=str)
-    }
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of a JSON line is a finite number, and not a truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _read(
-    path: Path, read: Callable[[Path], Any], default: Any, notes: list[str], expected: bool = True
-) -> Any:
-    """Return the result of `read` for a file; the default, and a note, if it fails or (if
-    `expected`) the file is missing."""
-    try:
-        return read(path)
-    except FileNotFoundError:
-        notes += [f"{path.name} is missing."] * expected
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        notes.append(f"{path.name} could not be read: {str(error).splitlines()[0]}.")
-    return default
-
-
 def _evaluation(path: Path, notes: list[str]) -> str:
     """Return the figures of `eval.json` as tables of text; "" without such a file."""
     figures = _mapping(path, json.loads, notes, expected=False)
@@ -233,14 +194,6 @@ def _evaluation(path: Path, notes: list[str]) -> str:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         notes.append(f"{path.name} does not hold an evaluation: {type(error).__name__}: {error}.")
         return ""
-
-
-def _lines(path: Path, notes: list[str], expected: bool = True) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, with a note on torn lines."""
-    rows, torn = _read(path, read_lines, ([], 0), notes, expected)
-    if torn:
-        notes.append(f"{path.name}: {torn} torn line{'s' if torn > 1 else ''} left out.")
-    return rows
 
 
 def _mapping(
@@ -254,12 +207,12 @@ def _mapping(
             raise ValueError(str(value) if value else "it is empty")
         return value
 
-    return _read(path, read, {}, notes, expected)
+    return read_or_note(path, read, {}, notes, expected)
 
 
 def _newest(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the last lines of a log, newest first, their times as text."""
-    rows = _lines(path, notes, expected=False)  # without the file nothing happened
+    rows = read_records(path, notes, expected=False)  # without the file nothing happened
     if len(rows) > MAX_TABLE_ROWS:
         notes.append(
             f"{path.name}: the oldest {len(rows) - MAX_TABLE_ROWS:,} of {len(rows):,} lines are "

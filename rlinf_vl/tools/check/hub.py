@@ -3,14 +3,12 @@
 import json
 import logging
 import os
-import re
 from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 5.0
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @cache
