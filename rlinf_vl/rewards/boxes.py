@@ -12,7 +12,11 @@ from rlinf_vl.rewards.texts import MAX_TEXT_LENGTH, final_answer
 Box = tuple[float, float, float, float]
 # Digits are bounded, so that no number is infinite.
 _N = r"\s*([-+]?[0-9]{1,9}(?:\.[0-9]{0,9})?|[-+]?\.[0-9]{1,9})\s*"
-_BOX = re.compile(rf"[\[(]{_N},{_N},{_N},{_N}[\])]|[\[(]{_N},{_N}[\])]\s*,?\s*[\[(]{_N},{_N}[\])]")
+_FOUR = rf"[\[(]{_N},{_N},{_N},{_N}[\])]"
+_PAIRS = rf"[\[(]{_N},{_N}[\])]\s*,?\s*[\[(]{_N},{_N}[\])]"
+_BOX = re.compile(rf"{_FOUR}|{_PAIRS}")
+#: A box where points are read, too: two pairs are one in Qwen's marks only.
+_BOX_AMONG_POINTS = re.compile(rf"{_FOUR}|<\|box_start\|>\s*{_PAIRS}")
 _POINT = re.compile(rf"[\[(]{_N},{_N}[\])]|x\d?\s*=\s*\"{_N}\"\s*y\d?\s*=\s*\"{_N}\"")
 _NUMBER = re.compile(_N)
 
@@ -44,7 +48,8 @@ def point_in_box(
 ) -> bool:
     """Return whether the reply's last point lies in the reference box, its border included.
 
-    A point is `(15, 25)`, `[15, 25]`, or the middle of a box. `relative` is that of `bbox_giou`.
+    A point is `(15, 25)`, `[15, 25]`, or the middle of a box. `(10, 20), (30, 40)` are two points,
+    in Qwen's marks a box. `relative` is that of `bbox_giou`.
     """
     point = _last_point(final_response)
     if point is None:
@@ -80,33 +85,34 @@ def reference_box(answer: str) -> Box:
 
 def _last_box(text: str) -> Box | None:
     """Return the last box of a text, or its only four numbers, `10 20 30 40`; None without."""
-    coordinates = _last_numbers(_BOX, _text(text), 4)
+    text = _text(text)
+    coordinates = _last_match(_BOX, text)
     if coordinates is None:
+        coordinates = [float(number) for number in _NUMBER.findall(text)]
+    if len(coordinates) != 4:
         return None
     x1, y1, x2, y2 = coordinates
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 
 def _last_point(text: str) -> tuple[float, float] | None:
-    """Return the last point of a text, the middle of its last box, or its only two numbers."""
-    box = _last_box(text)
-    if box is not None:
-        return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-    coordinates = _last_numbers(_POINT, _text(text), 2)
-    return None if coordinates is None else (coordinates[0], coordinates[1])
+    """Return the middle of a text's last box, its last point, or what its only four or two numbers
+    say."""
+    text = _text(text)
+    coordinates = _last_match(_BOX_AMONG_POINTS, text) or _last_match(_POINT, text)
+    if coordinates is None:
+        coordinates = [float(number) for number in _NUMBER.findall(text)]
+    if len(coordinates) == 4:
+        x1, y1, x2, y2 = coordinates
+        return (x1 + x2) / 2, (y1 + y2) / 2
+    return (coordinates[0], coordinates[1]) if len(coordinates) == 2 else None
 
 
-def _last_numbers(pattern: re.Pattern[str], text: str, count: int) -> list[float] | None:
-    """Return the numbers in the last match of a pattern.
-
-    Without a match return all numbers of the text where there are `count` of them, else None.
-    """
+def _last_match(pattern: re.Pattern[str], text: str) -> list[float] | None:
+    """Return the numbers in the last match of a pattern, None without one."""
     matches = pattern.findall(text)
-    if matches:
-        # The pattern's alternatives have groups of their own; those that did not match are "".
-        return [float(number) for number in matches[-1] if number]
-    bare_numbers = _NUMBER.findall(text)
-    return [float(number) for number in bare_numbers] if len(bare_numbers) == count else None
+    # The pattern's alternatives have groups of their own; those that did not match are "".
+    return [float(number) for number in matches[-1] if number] if matches else None
 
 
 def _text(text: str) -> str:

@@ -209,6 +209,11 @@ def test_boxes_and_points():
         ("(20, 30) or (30, 20), no, (9, 2)", 1),
         ("7 8 9", 0),
         ('<point x="5" y="6">', 1),
+        ("(20, 30), (9, 2)", 1),  # two points, of which the last counts
+        ("(1, 1), (30, 30)", 0),
+        ("<|box_start|>(4,4),(6,6)<|box_end|>", 1),
+        ("<|box_start|>(9,9),(20,20)<|box_end|>", 0),
+        ("4 4 6 6", 1),
     ):
         assert scored("point_in_box", said, "[0, 0, 10, 10]").value == inside, said
     shown = [encoded(picture(100, 200, 1))]
