@@ -55,8 +55,9 @@ def new(kind: str, path: str) -> str:
         # The class or function is imported by the name of the file.
         file = file.with_name(f"{name}.py")
         if not name.isidentifier() or keyword.iskeyword(name):
+            subject = repr(name) if path == name else f"{path!r}: {name!r}"
             raise ConfigError(
-                f"{path!r}: {name!r} is no name in Python; write letters, digits and _, a letter first"
+                f"{subject} is no name in Python; write letters, digits and _, a letter first"
             )
         if kind == "env":
             name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))

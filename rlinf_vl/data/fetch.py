@@ -58,9 +58,9 @@ def _check_host(url: str, hosts: Sequence[str]) -> None:
     except ValueError as e:
         raise _not_fetched(url, f" is no URL: {e}") from e
     if parts.scheme not in ("http", "https") or host not in [listed.lower() for listed in hosts]:
-        allowed = f"images are fetched from the hosts in data.image_hosts only, which are {', '.join(hosts) or 'none'}"
+        allowed = f"images and videos are fetched from the hosts in data.image_hosts only, which are {', '.join(hosts) or 'none'}"
         raise _not_fetched(
-            url, f": {allowed}; list it there, or download the images beside the dataset"
+            url, f": {allowed}; list it there, or download the file beside the data set"
         )
     # Parsers disagree on the host of such a URL: the check could see another host than the client.
     if "@" in parts.netloc or "\\" in parts.netloc:

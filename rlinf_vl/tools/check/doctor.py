@@ -386,5 +386,7 @@ def _join(config: Config) -> Finding:
 
 
 def _size(n: float) -> str:
-    """Return bytes as text, such as 9 MiB or 12.5 GiB."""
-    return f"{n / GIB:.3g} GiB" if n >= GIB else f"{n / 2**20:.0f} MiB"
+    """Return bytes as text, such as 64 KiB, 9 MiB or 12.5 GiB."""
+    if n >= GIB:
+        return f"{n / GIB:.3g} GiB"
+    return f"{n / 2**20:.0f} MiB" if n >= 2**20 else f"{n / 2**10:.0f} KiB"
