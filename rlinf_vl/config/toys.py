@@ -6,6 +6,8 @@ The package `rlinf_vl.extras.toy` makes both on first use. This table is read wi
 
 from typing import NamedTuple
 
+from rlinf_vl.config.parts import load_part
+
 
 class ToyEntry(NamedTuple):
     """An embedded task."""
@@ -64,3 +66,9 @@ TOYS = {
         "rlinf_vl.extras.toy.drawings:MOE", _QUESTION_COLUMNS, _QUESTION_ROWS, "qwen3_vl_moe"
     ),
 }
+
+
+def model_folder(path: str) -> str:
+    """Return the folder of an embedded task's checkpoint, which is made on first use; any other
+    path as it is."""
+    return str(load_part("toy-checkpoint")(path)) if path in TOYS else path

@@ -18,7 +18,7 @@ from typing import Literal
 
 from rlinf_vl.config import Config, save_config
 from rlinf_vl.config.parts import load_part
-from rlinf_vl.config.toys import TOYS
+from rlinf_vl.config.toys import TOYS, model_folder
 from rlinf_vl.data.digest import write_digests
 from rlinf_vl.errors import ConfigError, RunError, reason_of, without_colors
 from rlinf_vl.observe.lines import EventLog
@@ -217,5 +217,4 @@ def prepare_toys(config: Config) -> str:
     for path in TOYS.keys() & {*config.data.train_data_paths, *config.data.val_data_paths}:
         for split in ("train", "val"):
             load_part("toy-data")(split, path)
-    model_path = config.rollout.model.model_path
-    return str(load_part("toy-checkpoint")(model_path)) if model_path in TOYS else model_path
+    return model_folder(config.rollout.model.model_path)

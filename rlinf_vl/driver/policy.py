@@ -13,7 +13,7 @@ from rlinf_vl.config.hubs import HUB_NAME
 from rlinf_vl.config.parts import load_part
 from rlinf_vl.config.processing import ProcessorOptions, processor_options
 from rlinf_vl.config.schema.data import VideoConfig
-from rlinf_vl.config.toys import TOYS
+from rlinf_vl.config.toys import TOYS, model_folder
 from rlinf_vl.driver.api import Run
 from rlinf_vl.engines.torch.engine import TorchEngine
 from rlinf_vl.errors import ConfigError
@@ -180,7 +180,7 @@ def _base(name: str, path: Path) -> str:
     """Return the folder, or the name on the hub, that transformers loads for a name; for adapters,
     that of the model they belong to."""
     if name in TOYS:
-        return str(load_part("toy-checkpoint")(name))
+        return model_folder(name)
     if (path / "config.json").is_file():
         return str(path)
     if (path / ADAPTERS).is_file():

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlinf_vl.actor.checkpoint import WeightReader, load_weights_only
 from rlinf_vl.config.schema import VlmConfig
-from rlinf_vl.config.toys import TOYS
+from rlinf_vl.config.toys import model_folder
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.family import Family
@@ -107,11 +107,7 @@ def origin_of(source: Folder, trust_run_code: bool = False) -> Origin:
     refuse_code_of_run(config, folder.resolve().parents[1], trust_run_code)
     refuse_pickled_code(folder / ACTOR_FOLDER)
     model_config = config.rollout.model
-    path = model_config.model_path
-    if path in TOYS:
-        from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
-
-        path = str(toy_checkpoint_path(path))
+    path = model_folder(model_config.model_path)
     vlm = VlmConfig(**(OmegaConf.select(config, "actor.model.vlm") or {}))
     files = dict(OmegaConf.select(config, "runner.code_files") or {})
     trust = model_config.trust_remote_code

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlinf_vl.config import Config, load_config
-from rlinf_vl.config.toys import TOYS
+from rlinf_vl.config.toys import model_folder
 from rlinf_vl.data.dataset import open_datasets
 from rlinf_vl.data.sources import FILE_FORMATS, HUB_PREFIX
 from rlinf_vl.envs.registry import ENVIRONMENTS
@@ -46,11 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     if "val" in rows and config.data.val_samples >= 0:
         rows["val"] = min(rows["val"], config.data.val_samples)
     model = config.rollout.model.model_path if counts_tokens else None
-    path = model  # of a toy, whose name is no folder, the folder of its checkpoint
-    if model in TOYS:
-        from rlinf_vl.extras.toy.checkpoint import toy_checkpoint_path
-
-        path = str(toy_checkpoint_path(model))
+    path = None if model is None else model_folder(model)
     # CPUs of this process: a scheduler may have restricted it to some of the machine's
     workers = arguments.workers or len(os.sched_getaffinity(0))
     with _progress(sum(rows.values())) as progress:

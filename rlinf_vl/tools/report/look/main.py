@@ -164,9 +164,9 @@ def _heat_maps(model: Model, item: Recorded, forwards: int) -> list[dict[str, An
 
 def _log_heat_maps(rows: Sequence[dict[str, Any]]) -> None:
     """Log how many maps say something, and how much of them lies at the pictures' edges."""
-    maps = [
-        np.array(heat_map["values"]) for row in rows for heat_map in json.loads(row["heat_maps"])
-    ]
+    maps: list[np.ndarray] = []
+    for row in rows:
+        maps += [np.array(heat_map["values"]) for heat_map in json.loads(row["heat_maps"])]
     if not maps:
         return
     telling = [values for values in maps if np.maximum(values, 0).sum() >= SAYS_SOMETHING]
