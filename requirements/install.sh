@@ -63,7 +63,7 @@ recall() {
     torch="${torch:-$(remembered torch)}"
     transformers="${transformers:-$(remembered transformers)}"
     dev="${dev:-$(remembered dev)}"
-    inputs=("$here/install.sh" "$here/base.txt" "$root/pyproject.toml" "$root/rlinf_vl/runtime/packages.py")
+    inputs=("$here/install.sh" "$here/base.txt" "$root/pyproject.toml" "$root/rlinf_vl/tools/check/packages.py")
     if [[ -n "$dev" ]]; then inputs+=("$here/dev.txt"); fi
     key="$({ cat -- "${inputs[@]}"; printf '%s\n' "$root" "$with_sglang" "$sglang" "$torch" "$transformers" "$dev"; } |
         { sha256sum 2>/dev/null || shasum -a 256; } | cut -d ' ' -f 1)"
@@ -120,7 +120,7 @@ if gpus and not visible:
 EOF
 }
 
-packages() { "$python" -P "$root/rlinf_vl/runtime/packages.py" "$1" "$stamp"; }
+packages() { "$python" -P "$root/rlinf_vl/tools/check/packages.py" "$1" "$stamp"; }
 # Prints the packages that some other pip has moved since: name, recorded version, installed version.
 moved() { if [[ -x "$python" ]]; then packages moved 2>/dev/null || true; fi; }
 up_to_date() {

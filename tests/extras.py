@@ -79,7 +79,7 @@ load_config("mkdocs.yml")
     "envs": (
         "games of Gymnasium are played, and environments of other machines are called",
         """
-import rlinf_vl.envs.remote
+import rlinf_vl.extras.remote.env
 from rlinf_vl.envs.registry import EnvMaker
 from rlinf_vl.types import Problem
 for id in ("FrozenLake-v1", "minigrid:MiniGrid-Empty-5x5-v0"):

@@ -3,7 +3,6 @@
 `argument` is the verb's `ArgumentParser.add_argument`.
 """
 
-from pathlib import Path
 from typing import Any
 
 from rlinf_vl.cli.new import KINDS
@@ -50,13 +49,6 @@ def toy(argument: Any) -> None:
         type=int,
         default=None,
         help="seed of the checkpoint (default: that of the configs)",
-    )
-
-
-def timeline(argument: Any) -> None:
-    argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
-    argument(
-        "--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json"
     )
 
 

@@ -66,9 +66,9 @@ VERBS = {
         mistakes=(ValueError,),
     ),
     "timeline": Verb(
-        "rlinf_vl.observe.spans:main",
+        "rlinf_vl.tools.report.timeline:main",
         "merge what every process did when into a trace for ui.perfetto.dev",
-        "rlinf_vl.cli.arguments:timeline",
+        "rlinf_vl.tools.report.verb_arguments:timeline",
         mistakes=(ValueError,),
     ),
     "report": Verb(

@@ -2,7 +2,8 @@
 
 The core imports neither of them, so that it can be read, and run, without them. A part is imported
 when a run asks for it. `rlinf_vl.cli.verbs`, `rlinf_vl.config.toys` and
-`rlinf_vl.envs.registry` have the tables of verbs, embedded tasks and environments.
+`rlinf_vl.envs.registry` have the tables of verbs, embedded tasks and environments,
+`rlinf_vl.observe.tracker` that of trackers.
 """
 
 import importlib
@@ -20,6 +21,7 @@ PARTS = {
     "toy-config": "rlinf_vl.extras.toy.model:config_of_toy",
     "toy-checkpoint": "rlinf_vl.extras.toy.checkpoint:toy_checkpoint_path",
     "export-checkpoint": "rlinf_vl.extras.export.export:export_checkpoint",
+    "torchvision-command": "rlinf_vl.tools.check.packages:torchvision_command",
     "restore-model": "rlinf_vl.extras.export.export:restore",
     # episodes
     "agent-player": "rlinf_vl.extras.agents.make:make_player",

@@ -23,7 +23,7 @@ ENVIRONMENTS = {
     "picture_tool": "rlinf_vl.envs.picture_tool:PictureTool",
     "geometry_tool": "rlinf_vl.envs.geometry_tool:GeometryTool",
     "gymnasium": "rlinf_vl.extras.gymnasium:Gymnasium",
-    "remote": "rlinf_vl.envs.remote:Remote",
+    "remote": "rlinf_vl.extras.remote.env:Remote",
     "browser": "rlinf_vl.extras.browser.env:Browser",
     "buttons": "rlinf_vl.extras.toy.buttons:Buttons",
     "maze": "rlinf_vl.extras.toy.maze:Maze",

@@ -5,8 +5,6 @@ On a GPU a span is the time that its process spends, not the time of the kernels
 `runner.profile.steps` shows those.
 """
 
-import argparse
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -107,46 +105,6 @@ def read_spans(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def write_timeline(run_dir: Path, output: Path | None = None) -> Path:
-    """Merge a run's spans into a file for chrome://tracing or ui.perfetto.dev (Chrome's Trace Event
-    Format).
-
-    It is `timeline.json` in the run's folder unless `output` names another. Clocks of several hosts
-    are not aligned.
-
-    Raises:
-        ValueError: the folder has no spans.
-    """
-    rows = read_spans(run_dir)
-    if not rows:
-        raise ValueError(f"{run_dir / FOLDER} holds no spans; is {run_dir} the folder of a run?")
-    start = min(row["start"] for row in rows)
-    names = sorted({row["process"] for row in rows})
-    processes = {name: i for i, name in enumerate(names)}
-    # metadata events ("M") name the rows of the timeline, which are numbers otherwise
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": i, "tid": 0, "args": {"name": name}}
-        for name, i in processes.items()
-    ]
-    for row in rows:  # complete events ("X"), microseconds since the first span
-        event = {
-            "ph": "X",
-            "name": row["name"],
-            "pid": processes[row["process"]],
-            "tid": row["thread"],
-        }
-        event |= {
-            "ts": round((row["start"] - start) * 1e6, 1),
-            "dur": round((row["end"] - row["start"]) * 1e6, 1),
-        }
-        events.append(
-            event | {"args": row["about"] | ({"count": row["count"]} if row["count"] > 1 else {})}
-        )
-    output = output or run_dir / "timeline.json"
-    output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return output
-
-
 @contextmanager
 def profiler(run_dir: Path, step: int, rank: int) -> Iterator[None]:
     """Write `profile/step_N-rank_R.json.gz` in the run's folder, for ui.perfetto.dev: operators
@@ -162,8 +120,3 @@ def profiler(run_dir: Path, step: int, rank: int) -> Iterator[None]:
     folder = run_dir / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     profiled.export_chrome_trace(str(folder / f"step_{step}-rank_{rank}.json.gz"))
-
-
-def main(arguments: argparse.Namespace) -> None:
-    """Run the verb `timeline`: write the spans of a run's processes, and print the file's path."""
-    print(write_timeline(arguments.run_dir, arguments.output))

@@ -17,12 +17,11 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any, Protocol
 
-import numpy as np
-
+from rlinf_vl.config.parts import named
 from rlinf_vl.config.schema.runner import TRACKERS
 from rlinf_vl.errors import pip_install
 from rlinf_vl.observe.lines import StepLines
-from rlinf_vl.observe.samples import FACTS, TEXTS, Sample, choose_samples, code_block, inert
+from rlinf_vl.observe.samples import Sample, choose_samples
 from rlinf_vl.user_code import load_code
 
 logger = logging.getLogger(__name__)
@@ -31,104 +30,6 @@ logger = logging.getLogger(__name__)
 MOST_CALLS = 1000
 #: Seconds that trackers have at the end of a run to finish their waiting calls.
 CLOSE_S = 30.0
-#: File in the run's folder with the id of its wandb run.
-WANDB_ID = "wandb_id"
-
-
-class TensorBoardTracker:
-    """Event files in `folder`.
-
-    TensorBoard reads only the newest file of a folder, so scalars and samples need one each. Where
-    a run goes back to a step, its later records are hidden.
-
-    Args:
-        first_step: hide the records of an earlier process from this step on; None: from the first
-            step that is logged.
-    """
-
-    def __init__(self, folder: Path, first_step: int | None = None) -> None:
-        self._folder = folder
-        self._first_step = first_step
-        self._step = 0
-        self._writer: Any = None
-
-    def _writer_at(self, step: int) -> Any:
-        """Return the writer for records of this step."""
-        # Steps only grow within a file; TensorBoard hides later steps only at the start of a new
-        # one.
-        if self._writer is None or step < self._step:
-            from torch.utils.tensorboard import SummaryWriter  # a second of imports
-
-            purge_step = step if self._writer or self._first_step is None else self._first_step
-            self.close()
-            self._wait_for_later_name()
-            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
-        self._step = step
-        return self._writer
-
-    def _wait_for_later_name(self) -> None:
-        """Wait until the second in which the newest file was begun is over.
-
-        TensorBoard reads a folder's files by name. Files of one second differ by a number that it
-        sorts as text (10 before 9), so the file that hides later steps could be read first.
-        """
-        seconds = (path.name.split(".")[3] for path in self._folder.glob("events.out.tfevents.*"))
-        newest = max((int(second) for second in seconds if second.isdigit()), default=0)
-        time_s = time.time()
-        if newest <= time_s < newest + 1:
-            time.sleep(newest + 1 - time_s)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            for name, value in metrics.items():
-                self._writer_at(step).add_scalar(name, float(value), step)
-            self._writer_at(step).flush()
-        except OSError:  # the disk was full: this writer writes no more
-            self._writer, self._first_step = None, None
-            raise
-
-    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
-        for i, sample in enumerate(samples):
-            values = {name: value for name, value in sample.values.items() if value is not None}
-            facts = " · ".join(f"{name}: {values[name]}" for name in FACTS if name in values)
-            parts = {"facts": facts} | {name: str(values[name]) for name in TEXTS if name in values}
-            text = "\n\n".join(f"**{name}**\n\n{code_block(part)}" for name, part in parts.items())
-            self._writer_at(step).add_text(f"{split}/{i}", text, step)
-            if sample.picture is not None:
-                self._writer_at(step).add_image(
-                    f"{split}/{i}", np.asarray(sample.picture), step, dataformats="HWC"
-                )
-        self._writer_at(step).flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-class HostedTracker:
-    """A run of wandb or trackio, which have the same names for things; `log_values` logs values by
-    name at a step."""
-
-    def __init__(
-        self, backend: Any, run: Any, log_values: Callable[[dict[str, Any], int], None]
-    ) -> None:
-        self._backend = backend
-        self._run = run
-        self._log_values = log_values
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log_values(dict(metrics), step)
-
-    def log_samples(self, step: int, split: str, samples: Sequence[Sample]) -> None:
-        rows = [
-            [s.picture and self._backend.Image(s.picture), *map(inert, s.values.values())]
-            for s in samples
-        ]
-        table = self._backend.Table(columns=["images", *FACTS, *TEXTS], data=rows)
-        self._log_values({f"samples/{split}": table}, step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class Tracker(Protocol):
@@ -162,89 +63,22 @@ class TrackedRun:
     resumed: bool = True
 
 
-def open_tensorboard(run: TrackedRun) -> Tracker:
-    if run.config is None:
-        return TensorBoardTracker(run.folder / "tensorboard" / "samples")
-    return TensorBoardTracker(run.folder / "tensorboard", run.resume_step + 1)
-
-
-def open_wandb(run: TrackedRun) -> Tracker:
-    """Open a wandb run that several processes may write to, one of them primary.
-
-    Online it uses wandb's shared mode, offline each process has one folder, which `wandb sync`
-    joins by the run's id. No process knows the others' steps, so each logs its own as "step".
-
-    Raises:
-        FileNotFoundError: the primary process has not begun the run.
-    """
-    primary = run.config is not None
-    id_file = run.folder / WANDB_ID
-    run_id = (
-        id_file.read_text().strip() if not primary or (run.resumed and id_file.exists()) else None
-    )
-    wandb = _import_backend("wandb")
-    settings: dict[str, Any] = {} if primary else {"x_disable_stats": True, "console": "off"}
-    # Unless WANDB_MODE or `wandb offline` say otherwise.
-    if wandb.setup().settings.mode == "online":
-        label = "trainer" if primary else "samples"
-        settings |= {
-            "mode": "shared",
-            "x_label": label,
-            "x_primary": primary,
-            "x_update_finish_state": primary,
-        }
-    wandb_run = wandb.init(
-        project=run.project_name,
-        name=run.experiment_name,
-        dir=str(run.folder),
-        config=run.config,
-        id=run_id,
-        resume="allow" if run_id else None,
-        settings=wandb.Settings(**settings),
-    )
-    wandb_run.define_metric("*", step_metric="step")
-    id_file.write_text(wandb_run.id)
-    return HostedTracker(
-        wandb, wandb_run, lambda values, step: wandb_run.log(values | {"step": step})
-    )
-
-
-def open_trackio(run: TrackedRun) -> Tracker:
-    """Open a trackio run: in trackio's own local folder, or at `TRACKIO_SPACE_ID` or
-    `TRACKIO_SERVER_URL`."""
-    trackio = _import_backend("trackio")
-    settings = (
-        {"auto_log_cpu": False, "auto_log_gpu": False}
-        if run.config is None
-        else {"config": run.config}
-    )
-    resume = "allow" if run.resumed else "never"
-    trackio_run = trackio.init(
-        project=run.project_name, name=run.experiment_name, resume=resume, **settings
-    )
-    if run.config is not None:
-        # An empty line registers the run, so that the samples' process finds it by its name.
-        trackio_run.log({}, step=max(0, run.resume_step))
-    return HostedTracker(
-        trackio, trackio_run, lambda values, step: trackio_run.log(values, step=step)
-    )
-
-
-#: Name in runner.logger.logger_backends → the function that opens the tracker.
-OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
-    "tensorboard": open_tensorboard,
-    "wandb": open_wandb,
-    "trackio": open_trackio,
+#: Name in runner.logger.logger_backends → the function that opens the tracker, imported on demand.
+OPENERS = {
+    "tensorboard": "rlinf_vl.extras.trackers.tensorboard:open_tensorboard",
+    "wandb": "rlinf_vl.extras.trackers.hosted:open_wandb",
+    "trackio": "rlinf_vl.extras.trackers.hosted:open_trackio",
 }
 
 
 def _opener(name: str, files: Mapping[str, str] | None) -> Callable[[TrackedRun], Tracker]:
-    return OPENERS.get(name) or load_code(
-        name, {}, files or {}, kind=TRACKERS.kind, signature=TRACKERS.signature
-    )
+    if name in OPENERS:
+        return named(OPENERS[name])
+    return load_code(name, {}, files or {}, kind=TRACKERS.kind, signature=TRACKERS.signature)
 
 
-def _import_backend(name: str) -> Any:
+def import_backend(name: str) -> Any:
+    """Import the package of a tracker. Raises ImportError, with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -412,7 +246,7 @@ def make_trackers(
         run = TrackedRun(run_dir, project_name, experiment_name)
         return Trackers({b: partial(_opener(b, files), run) for b in backends})
     for backend in {"wandb", "trackio"} & set(backends):
-        _import_backend(backend)
+        import_backend(backend)
     metrics_file = run_dir / "metrics.jsonl"
     resumed = resume_step >= 0 and metrics_file.exists()
     run = TrackedRun(

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from rlinf_vl.data.unusable import shorten
-from rlinf_vl.envs.app_client import AppClient, RemoteError
 from rlinf_vl.extras.agents.contract import AgentTask
 from rlinf_vl.extras.agents.drivers import AgentFailed
+from rlinf_vl.extras.remote.client import AppClient, RemoteError
 
 PROTOCOL = 2
 #: Most bytes of a reply: a result has numbers and a text.

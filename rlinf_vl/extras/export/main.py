@@ -1,11 +1,12 @@
 """The verb `export`: a checkpoint as a folder for the hub, or its adapters for peft."""
 
 import argparse
+import importlib.util
 import logging
 
+from rlinf_vl.config.parts import load_part
 from rlinf_vl.extras.export.publish import publish
 from rlinf_vl.runtime.checkpoints import folder_at
-from rlinf_vl.runtime.packages import installed_version, torchvision_command
 
 log = logging.getLogger("rlinf_vl")
 
@@ -31,5 +32,7 @@ def main(arguments: argparse.Namespace) -> None:
         "AutoTokenizer and AutoImageProcessor; AutoProcessor wants torchvision besides, "
         "for videos (%s)",
         destination,
-        "installed here" if installed_version("torchvision") else torchvision_command(),
+        "installed here"
+        if importlib.util.find_spec("torchvision")
+        else load_part("torchvision-command")(),
     )

@@ -19,7 +19,7 @@ from rlinf_vl.data.cache import cache_root
 from rlinf_vl.engines.sglang.machine import cuda_environment, missing_tools
 from rlinf_vl.runtime.cluster import cluster_to_join, reachable
 from rlinf_vl.runtime.gpus import gpu_memory
-from rlinf_vl.runtime.packages import (
+from rlinf_vl.tools.check.packages import (
     STAMP,
     installed_version,
     moved_packages,

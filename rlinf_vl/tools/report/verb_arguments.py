@@ -77,3 +77,10 @@ def look(argument: Any) -> None:
         help="the most forwards for the map of one picture (default 64)",
     )
     argument(OPTION, action="store_true", help=TRUST_HELP)
+
+
+def timeline(argument: Any) -> None:
+    argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, still going or ended")
+    argument(
+        "--output", type=Path, default=None, help="the file; the default is RUN_DIR/timeline.json"
+    )

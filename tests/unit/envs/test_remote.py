@@ -20,9 +20,9 @@ from task_app import Relay, TaskApp
 from rlinf_vl.data.clips import clip_ref
 from rlinf_vl.data.data_uris import data_uri
 from rlinf_vl.envs import EnvMaker, app_client
-from rlinf_vl.envs.app_client import RemoteError
 from rlinf_vl.envs.registry import load_env_class
-from rlinf_vl.envs.remote import Remote
+from rlinf_vl.extras.remote.client import RemoteError
+from rlinf_vl.extras.remote.env import Remote
 from rlinf_vl.types import ImageRef, Problem
 from rlinf_vl.user_code import CodeError
 
@@ -563,8 +563,8 @@ def test_settings_that_make_no_sense(settings, error):
 
 
 def test_without_its_client_library_the_way_out_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "rlinf_vl.envs.remote")
-    monkeypatch.delitem(sys.modules, "rlinf_vl.envs.app_client")
+    monkeypatch.delitem(sys.modules, "rlinf_vl.extras.remote.env")
+    monkeypatch.delitem(sys.modules, "rlinf_vl.extras.remote.client")
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(CodeError, match=r"'remote': .*httpx.*; .* pip install 'rlinf_vl\[envs\]'"):
         load_env_class("remote", {})

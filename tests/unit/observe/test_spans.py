@@ -7,6 +7,7 @@ import time
 import pytest
 
 from rlinf_vl.observe import spans
+from rlinf_vl.tools.report.timeline import write_timeline
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_without_a_folder_nothing_is_recorded(tmp_path, monkeypatch):
     with spans.span("forward"):
         pass
     with pytest.raises(ValueError, match="holds no spans"):
-        spans.write_timeline(tmp_path)
+        write_timeline(tmp_path)
 
 
 def test_spans_have_their_times_and_consecutive_ones_are_one(recording):
@@ -88,7 +89,7 @@ def test_the_timeline_is_in_chromes_format(recording):
         time.sleep(0.003)
     spans.flush_spans()
     (recording / "spans/rollout-0.jsonl").write_text('{"name": "decode", "sta')  # torn
-    path = spans.write_timeline(recording)
+    path = write_timeline(recording)
     assert path == recording / "timeline.json"
     named, inner, outer = json.loads(path.read_text())["traceEvents"]
     assert (named["ph"], named["args"]) == ("M", {"name": "actor 3"})

@@ -16,15 +16,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from rlinf_vl.config import config_keys
+from rlinf_vl.extras.trackers.hosted import open_wandb
+from rlinf_vl.extras.trackers.tensorboard import TensorBoardTracker
 from rlinf_vl.observe import tracker as tracker_module
 from rlinf_vl.observe.lines import StepLines
 from rlinf_vl.observe.tracker import (
     OPENERS,
-    TensorBoardTracker,
     TrackedRun,
     Trackers,
     make_trackers,
-    open_wandb,
 )
 
 NAMES = {"project_name": "p", "experiment_name": "e", "config": {"a": {"b": 1}}}

@@ -10,10 +10,10 @@ from agent_groups import play
 from scripted_engine import Scripted
 from task_app import Relay, TaskApp
 
-from rlinf_vl.envs.app_client import AppClient
 from rlinf_vl.extras.agents.app_driver import AppDriver, address_towards
 from rlinf_vl.extras.agents.player import AgentPlayer
 from rlinf_vl.extras.agents.session import AgentLimits
+from rlinf_vl.extras.remote.client import AppClient
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.episode.generation_client import GenerationClient

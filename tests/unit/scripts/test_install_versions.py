@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_vl.runtime import packages
+from rlinf_vl.tools.check import packages
 
 ROOT = Path(__file__).resolve().parents[3]
 TORCH = re.findall(
@@ -100,7 +100,7 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.root, self.wheels, self.venv = folder / "root", folder / "wheels", folder / "env"
         self.wheels.mkdir()
-        for name in ("requirements/install.sh", "rlinf_vl/runtime/packages.py"):
+        for name in ("requirements/install.sh", "rlinf_vl/tools/check/packages.py"):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             (self.root / name).write_text((ROOT / name).read_text())
         (self.root / "rlinf_vl/__init__.py").touch()
@@ -174,7 +174,11 @@ def test_what_another_pip_moved_is_told_and_put_back_and_no_broken_torchvision_s
     )
     stamp = tree.venv / packages.STAMP
     said = tree.run(
-        tree.venv / "bin/python", "-P", tree.root / "rlinf_vl/runtime/packages.py", "moved", stamp
+        tree.venv / "bin/python",
+        "-P",
+        tree.root / "rlinf_vl/tools/check/packages.py",
+        "moved",
+        stamp,
     )
     assert said.splitlines() == [f"torch {TORCH} {NEWER}", "transformers 1.0 2.0"]
     said = tree.install()

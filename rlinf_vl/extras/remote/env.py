@@ -16,8 +16,8 @@ from rlinf_vl.data.clips import is_clip
 from rlinf_vl.data.data_uris import messages_with_data
 from rlinf_vl.data.images import image_size, to_image_ref
 from rlinf_vl.data.unusable import shorten
-from rlinf_vl.envs.app_client import AppClient, RemoteError
 from rlinf_vl.envs.base import StepResult
+from rlinf_vl.extras.remote.client import AppClient, RemoteError
 from rlinf_vl.types import ROLES, ImageRef, Message, Problem
 
 PROTOCOL = 1

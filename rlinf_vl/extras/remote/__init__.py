@@ -1,0 +1,1 @@
+"""Environments and agents that a task app on another machine plays."""

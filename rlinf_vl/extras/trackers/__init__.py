@@ -1,0 +1,1 @@
+"""Trackers that show a run: TensorBoard, wandb, trackio."""
