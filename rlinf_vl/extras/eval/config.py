@@ -10,8 +10,8 @@ from rlinf_vl.config import Config
 from rlinf_vl.config.load import parse_config
 from rlinf_vl.config.validate import Rule, validate_config
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.extras.export.run_code import refuse_code_of_run
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, folder_at
-from rlinf_vl.runtime.run_code import refuse_code_of_run
 
 
 def evaluation_config(

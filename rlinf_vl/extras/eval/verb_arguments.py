@@ -6,7 +6,7 @@
 from typing import Any
 
 from rlinf_vl.cli.parser_parts import TRUST_HELP, add_config_and_overrides
-from rlinf_vl.runtime.run_code import OPTION
+from rlinf_vl.extras.export.run_code import OPTION
 
 
 def eval(argument: Any) -> None:

@@ -20,6 +20,7 @@ from rlinf_vl.actor.checkpoint import WeightReader, load_weights_only
 from rlinf_vl.config.schema import VlmConfig
 from rlinf_vl.config.toys import model_folder
 from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.extras.export.run_code import refuse_code_of_run
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.loading import (
@@ -44,7 +45,6 @@ from rlinf_vl.models.lora import (
 from rlinf_vl.models.partial import load_skeleton, load_weights, replace_parameters
 from rlinf_vl.models.saving import MAX_FILE_BYTES, save_model
 from rlinf_vl.runtime.checkpoints import ACTOR_FOLDER, Folder, checkpoint_at, config_of, damage
-from rlinf_vl.runtime.run_code import refuse_code_of_run
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from upath import UPath
 
 from rlinf_vl.config.hubs import HUB_NAME
 from rlinf_vl.errors import ConfigError, RunError
+from rlinf_vl.extras.export.run_code import refuse_code_of_run
 from rlinf_vl.runtime.checkpoints import Folder, checkpoint_at, config_of, load_state
-from rlinf_vl.runtime.run_code import refuse_code_of_run
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_vl.cli.parser_parts import TRUST_HELP
-from rlinf_vl.runtime.run_code import OPTION
+from rlinf_vl.extras.export.run_code import OPTION
 
 
 def watch(argument: Any) -> None:

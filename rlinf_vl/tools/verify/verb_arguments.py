@@ -6,7 +6,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlinf_vl.runtime.run_code import OPTION
+from rlinf_vl.extras.export.run_code import OPTION
 
 
 def prove_family(argument: Any) -> None:

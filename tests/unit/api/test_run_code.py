@@ -17,10 +17,10 @@ from rlinf_vl.config.load import parse_config
 from rlinf_vl.errors import ConfigError, RunError
 from rlinf_vl.extras.eval.config import evaluation_config
 from rlinf_vl.extras.export.export import export_checkpoint, refuse_pickled_code
+from rlinf_vl.extras.export.run_code import code_of_run
 from rlinf_vl.models.families import family_of
 from rlinf_vl.models.loading import load_model
 from rlinf_vl.runtime.checkpoints import save_checkpoint
-from rlinf_vl.runtime.run_code import code_of_run
 
 FAMILY = """
 from pathlib import Path

@@ -29,13 +29,13 @@ from rlinf_vl.driver.entry import prepare_toys
 from rlinf_vl.driver.local.learner import LocalLearner
 from rlinf_vl.driver.local.parts import LocalParts
 from rlinf_vl.errors import ConfigError
+from rlinf_vl.extras.export.run_code import refuse_code_of_run
 from rlinf_vl.observe.progress import RunProgress
 from rlinf_vl.observe.replay_file import RecordedStep, model_files
 from rlinf_vl.observe.status import StatusFile
 from rlinf_vl.rollout.episode.renderer import Renderer
 from rlinf_vl.runtime.checkpoints import Folder, checkpoint_home, checkpoints
 from rlinf_vl.runtime.files import read_lines
-from rlinf_vl.runtime.run_code import refuse_code_of_run
 from rlinf_vl.runtime.stop_request import StopRequest
 from rlinf_vl.tools.verify.replay.record import planned
 from rlinf_vl.types import Group, GroupSummary, Message, TokenSequence, Trajectory, Turn
