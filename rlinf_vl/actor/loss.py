@@ -114,6 +114,8 @@ def micro_batch_loss(
         **segments,
     )
     per_token, stats = _policy_loss(inputs, algorithm.loss_type, loss_code)
+    for name, (total, count) in inputs.measurements.items():
+        sums.add(f"loss/{name}", total, count)
     # Terms of weight 0 are reported only.
     for name, weight, values in loss_terms(logprobs, entropy, passes, algorithm):
         per_token = per_token + weight * values if weight else per_token

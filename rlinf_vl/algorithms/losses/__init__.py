@@ -22,6 +22,7 @@ import torch
 
 from rlinf_vl.algorithms.aggregation import check_allowed, check_shapes, segment_sums, zero_outside
 from rlinf_vl.algorithms.divergence import MAX_LOG_RATIO, divergence
+from rlinf_vl.algorithms.measurements import Measurements
 
 LOSS_TYPES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
@@ -51,6 +52,7 @@ class LossInputs:
         version: of the weights before the step.
         columns: further values of each token by name, `[T, …]` (`TokenSequence.columns`).
         clip_low, clip_high, clip_c: `algorithm.clip_ratio_low` and so on.
+        measurements: those that `log` has added.
     """
 
     logprobs: torch.Tensor
@@ -71,6 +73,25 @@ class LossInputs:
     clip_low: float | None = None
     clip_high: float | None = None
     clip_c: float | None = None
+    measurements: Measurements = field(default_factory=Measurements, compare=False)
+
+    def log(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Log the mean of a value over the step's tokens as the metric `loss/NAME`.
+
+        The mean is over the tokens of all micro-batches, ranks and optimizer steps of the step. A
+        token that no micro-batch has inside the mask counts nowhere; without any, the metric is
+        left out. Values logged twice under one name are two values of that mean.
+
+        Args:
+            values: of each token, in the shape of `mask`; or of other units, `[n]`, with a mask of
+                their own.
+            mask: bool, the tokens that count; None: those that carry loss.
+
+        Raises:
+            ValueError: see `Measurements.add`; or values of another shape than the tokens have
+                come without a mask.
+        """
+        self.measurements.add(name, values, self.mask if mask is None else mask, "token")
 
     def ratio(self) -> torch.Tensor:
         """Return ρ = π(token) / π_old(token); its log is capped at 20 (`MAX_LOG_RATIO`)."""

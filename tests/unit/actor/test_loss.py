@@ -12,6 +12,7 @@ from rlinf_vl.actor.terms import Passes
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.config.schema.algorithm import RejectionConfig
+from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.types import MicroBatch
 
 
@@ -195,3 +196,37 @@ def test_whose_probability_is_below_the_line(old_policy):
     ]
     expected = -sum(w * math.exp(n - b) for w, n, b in zip(weights, now, base, strict=True)) / 2
     assert loss.item() == pytest.approx(expected)
+
+
+def test_what_a_loss_logs_is_a_mean_over_all_tokens_however_they_are_packed():
+    """Five tokens in one micro-batch, in two of unequal size, and with one that has none in the mask."""
+
+    def logs(inputs):
+        inputs.log("up", inputs.ratio(), inputs.advantages > 0)
+        inputs.log("logprob", inputs.logprobs)
+        return -inputs.advantages * inputs.ratio()
+
+    algorithm = with_presets(
+        AlgorithmConfig(loss_type="mine.py:logs", importance_sampling_fix=False)
+    )
+    trajectories, advantages = [0, 0, 1, 1, 2], [1.0, 1.0, -2.0, -2.0, 3.0]
+    old = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.25])
+    logprobs = old + torch.tensor([0.2, 0.4, 0.0, -0.3, 0.1])
+
+    def metrics(*cuts):
+        state = []
+        for start, end in zip((0, *cuts), (*cuts, 5), strict=True):
+            part = slice(start, end)
+            batch = batch_of(trajectories[part], advantages[part])
+            _, sums = micro_batch_loss(
+                logprobs[part].clone().requires_grad_(), torch.zeros(end - start), old[part],
+                Passes(), batch, algorithm, 5, logs,
+            )  # fmt: skip
+            state.append(sums.state())
+        return MetricSums.merged(state).compute()
+
+    up = (math.exp(0.2) + math.exp(0.4) + math.exp(0.1)) / 3
+    for cuts in ((), (4,), (2, 4), (0, 1)):
+        computed = metrics(*cuts)
+        assert computed["loss/up"] == pytest.approx(up, rel=1e-6)
+        assert computed["loss/logprob"] == pytest.approx(float(logprobs.mean()), rel=1e-6)

@@ -395,3 +395,37 @@ def test_wrong_input_is_named():
         policy_loss(zeros, zeros, zeros, mask, **clips, clip_c=0.5)
     with pytest.raises(ValueError, match="clip_low"):
         policy_loss(zeros, zeros, zeros, mask, clip_low=-0.1, clip_high=0.2)
+
+
+def test_what_a_loss_logs_is_a_sum_and_a_count():
+    def logs(inputs):
+        inputs.log("large/ratio", inputs.ratio(), inputs.advantages > 1)
+        inputs.log("logprob", inputs.logprobs)
+        inputs.log("logprob", inputs.logprobs * 0)
+        inputs.log("sequences", torch.tensor([3.0, NAN]), torch.tensor([True, False]))
+        inputs.log("nothing", inputs.logprobs, inputs.mask & (inputs.advantages > 9))
+        return -inputs.advantages * inputs.logprobs
+
+    inputs = LossInputs(
+        logprobs=torch.tensor([-1.0, -2.0, NAN], requires_grad=True),
+        old_logprobs=torch.tensor([-1.0, -2.5, NAN]),
+        advantages=torch.tensor([1.0, 2.0, NAN]),
+        mask=torch.tensor([True, True, False]),
+    )
+    weighted_loss(inputs, formula_of(logs))
+    logged = {name: (x.item(), n.item()) for name, (x, n) in inputs.measurements.items()}
+    assert logged == {
+        "large/ratio": (pytest.approx(math.exp(0.5)), 1),
+        "logprob": (-3.0, 4),
+        "sequences": (3.0, 1),
+        "nothing": (0.0, 0),
+    }
+    assert not any(x.requires_grad for x, _ in inputs.measurements.values())
+    for name, values, mask, message in (
+        ("a b", inputs.logprobs, None, "the name 'a b' must consist of letters"),
+        ("x", torch.tensor(1.0), None, "'x' is a single number; give a value for each token"),
+        ("x", torch.zeros(2), None, r"'x' has values of shape \(2,\) and a mask of torch.bool of"),
+        ("x", inputs.logprobs, torch.ones(3), r"a mask of torch.float32 of shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inputs.log(name, values, mask)

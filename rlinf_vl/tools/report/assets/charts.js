@@ -10,7 +10,7 @@ function drawCharts({ runs, charts, phases, own_rewards: ownRewards }) {
   const section = document.getElementById("curves");
   const measured = new Set(runs.flatMap((run) => Object.keys(run.metrics)).map((name) => name.match(/^(?:val\/)?env\/(.+)/s)?.[1]).filter(Boolean));
   const about = "What the environment measures: mean over the episodes that gave it.";
-  charts = [...charts, ...partCharts(runs, ownRewards), ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
+  charts = [...charts, ...partCharts(runs, ownRewards), ...loggedCharts(runs), ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
   const lines = charts.flatMap((spec) => Object.keys(spec.lines));
   const shown = ["val/accuracy_error", "val/problems", ...lines, ...lines.map((name) => `${name}_stderr`)];
   const drawn = charts.map((spec) => [spec, linesOf(spec, runs)]).filter(([, lines]) => lines.length);
@@ -51,6 +51,12 @@ function partCharts(runs, own) {
     return [{ title: "Parts of the reward", about, lines: lines("") }, { title: "Parts of the reward, in validation", about, lines: lines("val/") }];
   }
   return parts.map((part) => ({ title: `Reward: ${part}`, about, lines: { [`reward/${part}`]: "training", [`val/reward/${part}`]: "validation" } }));
+}
+
+/** Charts of what losses and advantages of one's own have logged. */
+function loggedCharts(runs) {
+  const names = new Set(runs.flatMap((run) => Object.keys(run.metrics)).filter((name) => /^(loss|advantage)\//.test(name)));
+  return [...names].sort().map((name) => ({ title: `Logged: ${name}`, about: "Mean over the step of what the loss or the advantage has logged.", lines: { [name]: name.slice(name.indexOf("/") + 1) } }));
 }
 
 /** Whether several values, all finite, are the same in each line, or differ in their last digits. */
