@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlinf_vl.packing.planner import Item
+from rlinf_vl.types import TurnAdvantages
 
 #: (group, trajectory) → three sums over the sampled tokens of each turn, in nats: of their KL; of
 #: the KL from each of them on to the trajectory's end; and of the squares of the latter.
 TurnKl = dict[tuple[int, int], list[tuple[float, float, float]]]
-#: The advantage of each turn: group → trajectory → turn.
-Advantages = Mapping[int, Sequence[Sequence[float]]] | Sequence[Sequence[Sequence[float]]]
+#: The advantages of all: group → trajectory → turn.
+Advantages = Mapping[int, Sequence[TurnAdvantages]] | Sequence[Sequence[TurnAdvantages]]
 #: Group → index of a trajectory in it → float32 [sampled tokens].
 Logprobs = dict[int, dict[int, np.ndarray]]
 

@@ -21,7 +21,7 @@ from rlinf_vl.actor.worker import ActorWorker
 from rlinf_vl.config.schema import Config
 from rlinf_vl.errors import RunError, reason_of
 from rlinf_vl.runtime.ray_process import ActorsLost, entry, kill, wait_for_all
-from rlinf_vl.types import Prices
+from rlinf_vl.types import Prices, TurnAdvantages
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class ActorGroup:
         self,
         step: int,
         minibatches: Sequence[Sequence[RankMiniBatch]],
-        advantages: Sequence[Sequence[Sequence[float]]],
+        advantages: Sequence[Sequence[TurnAdvantages]],
         recorded: Collection[int] = (),
         kl_scale: float = 0.0,
         then: Callable[[], None] = lambda: None,

@@ -26,13 +26,14 @@ from rlinf_vl.algorithms.corrections import (
 )
 from rlinf_vl.algorithms.credit import discounted_returns, gigpo_advantages, turn_advantages
 from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence, reverse_kl
-from rlinf_vl.algorithms.estimators import advantages
+from rlinf_vl.algorithms.estimators import EstimatorInputs, advantages
 from rlinf_vl.algorithms.losses import LossInputs, policy_loss
 
 __all__ = [
     "AGGREGATION_MODES",
     "DIVERGENCE_ESTIMATORS",
     "IMPORTANCE_LEVELS",
+    "EstimatorInputs",
     "LossInputs",
     "advantages",
     "aggregate",

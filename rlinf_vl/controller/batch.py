@@ -109,6 +109,7 @@ def plan_of(
         prices=learner.prices,
         estimator=estimator_of(config),
         reward_weights=config.reward.weights,
+        step=step,
     )
 
 

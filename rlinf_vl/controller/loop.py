@@ -300,7 +300,7 @@ def update(
     with log.timed("train"):
         if config.algorithm.kl_placement == "reward":
             kl = learner.reference_kl(plan.minibatches)
-            plan = with_kl(plan, batch.summaries, config.algorithm, kl, estimator_of(config))
+            plan = with_kl(plan, batch.summaries, config.algorithm, kl, estimator_of(config), step)
             metrics |= plan.metrics
         update_metrics, logprobs = learner.update(
             step, plan.minibatches, plan.advantages, chosen, plan.kl_scale, on_start

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rlinf_vl.actor.batch_types import RankMiniBatch, TurnKl
 from rlinf_vl.rollout.submission import Event, Submission, Task
-from rlinf_vl.types import GroupSummary, Prices, Reference
+from rlinf_vl.types import GroupSummary, Prices, Reference, TurnAdvantages
 
 
 class StepProgress(Protocol):
@@ -71,7 +71,7 @@ class Learner(Protocol):
         self,
         step: int,
         minibatches: Sequence[Sequence[RankMiniBatch]],
-        advantages: Sequence[Sequence[Sequence[float]]],
+        advantages: Sequence[Sequence[TurnAdvantages]],
         recorded: Collection[int],
         kl_scale: float,
         on_start: Callable[[], None],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlinf_vl.config.schema import RunnerConfig
-from rlinf_vl.types import GroupSummary, Reference
+from rlinf_vl.types import GroupSummary, Reference, TurnAdvantages
 
 #: Seconds without recording after a writer has failed; doubled for each that fails right after it,
 #: to an hour at most.
@@ -18,7 +18,7 @@ GROUPS = {"train": 4, "val": 64}
 
 #: As `rlinf_vl.controller.trajectory_writer.GroupBatch`, with references for groups and logprobs.
 Batch = tuple[
-    str, Mapping[int, Reference], Sequence[Sequence[Sequence[float]]] | None, Sequence[Reference]
+    str, Mapping[int, Reference], Sequence[Sequence[TurnAdvantages]] | None, Sequence[Reference]
 ]
 
 
@@ -99,7 +99,7 @@ class Recorder:
         summaries: Sequence[GroupSummary],
         groups: Sequence[Reference] | Mapping[int, Reference],
         chosen: Sequence[int],
-        advantages: Sequence[Sequence[Sequence[float]]] | None = None,
+        advantages: Sequence[Sequence[TurnAdvantages]] | None = None,
         logprobs: Sequence[Reference] = (),
     ) -> list[GroupSummary]:
         """Record the chosen groups in this step's file; returns the others: release them."""

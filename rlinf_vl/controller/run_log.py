@@ -18,7 +18,7 @@ from rlinf_vl.observe.spans import flush_spans, span
 from rlinf_vl.observe.tracker import Trackers, make_trackers
 from rlinf_vl.runtime.files import read_lines
 from rlinf_vl.runtime.run_folder import read_prior
-from rlinf_vl.types import GroupSummary, Reference
+from rlinf_vl.types import GroupSummary, Reference, TurnAdvantages
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class RunLog:
         step: int,
         summaries: Sequence[GroupSummary],
         groups: Sequence[Reference],
-        advantages: Sequence[Sequence[Sequence[float]]],
+        advantages: Sequence[Sequence[TurnAdvantages]],
         scored: Collection[int],
         error: BaseException,
     ) -> list[GroupSummary]:

@@ -4,10 +4,10 @@ A pure function of numbers, without tokens and without tensors on devices."""
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,13 +20,21 @@ from rlinf_vl.algorithms import (
     gigpo_advantages,
     turn_advantages,
 )
-from rlinf_vl.algorithms.estimators import Estimator, token_kl_of
+from rlinf_vl.algorithms.estimators import (
+    Estimator,
+    EstimatorInputs,
+    estimated,
+    takes_inputs,
+    token_kl_of,
+)
+from rlinf_vl.algorithms.measurements import Measurements
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.packing.planner import Item, plan_micro_batches
-from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary
+from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary, TurnAdvantages
 
-Advantages = tuple[tuple[tuple[float, ...], ...], ...]
+Result = TypeVar("Result")
+Advantages = tuple[tuple[TurnAdvantages, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,8 @@ class StepPlan:
 
     Attributes:
         minibatches: by number of the mini-batch and share of the trajectories (`Mesh.data_rank`).
-        advantages: by group, trajectory and turn; 0 for a trajectory that is not trained on.
+        advantages: by group, trajectory and turn, or by token of a turn; 0 for a trajectory that is
+            not trained on.
         kl_scale: see `advantages_of`.
     """
 
@@ -108,6 +117,8 @@ def advantages_of(
     kl: TurnKl | None = None,
     estimator: Estimator | None = None,
     reward_weights: Sequence[float] = (1.0,),
+    step: int = 0,
+    measurements: Measurements | None = None,
 ) -> tuple[Advantages, float]:
     """Return the advantage of each turn of each trajectory, and the `kl_scale` of the per-token KL.
 
@@ -122,6 +133,8 @@ def advantages_of(
         estimator: the user's code that `algorithm.adv_type` names.
         reward_weights: the weights of `reward.functions`, for `reward_normalization: per_reward`,
             which normalizes their values one by one.
+        step: the number of the step, for the estimator.
+        measurements: gets what the estimator logs.
 
     Raises:
         RunError: states are to be compared, and no turn has one; or the estimator fails, or its
@@ -155,6 +168,12 @@ def advantages_of(
             beta=algorithm.kl_beta,
             normalize=normalize,
         )
+    elif estimator is not None and takes_inputs(estimator):
+        # It compares by itself, so `credit` only says what a sequence is.
+        inputs = turns.estimator_inputs(rewards, totals, step, normalize)
+        values = _called(estimator, lambda: estimated(estimator, inputs)) if len(totals) else totals
+        if measurements is not None:
+            measurements |= inputs.measurements
     elif algorithm.credit == "turn":
         values = turn_advantages(
             rewards, turns.trajectories, turns.groups, discount=discount, compare=compare
@@ -187,6 +206,7 @@ class _Turns:
     """
 
     def __init__(self, summaries: Sequence[GroupSummary]) -> None:
+        self._groups = summaries
         self._summaries = {
             (g, i): summary.trajectories[i]
             for g, summary in enumerate(summaries)
@@ -214,6 +234,47 @@ class _Turns:
         totals = _double([trajectory.reward for trajectory in self._summaries.values()])
         return totals - torch.zeros_like(totals).index_add(0, self.numbers, penalties)
 
+    def estimator_inputs(
+        self, rewards: torch.Tensor, totals: torch.Tensor, step: int, normalize: bool
+    ) -> EstimatorInputs:
+        """Return the inputs of a user's estimator.
+
+        Args:
+            rewards, totals: float64, of each turn and of each trajectory, less penalties.
+        """
+        trajectories = list(self._summaries.values())
+        groups = [self._groups[g] for g in self.groups_of_trajectories]
+        names = sorted({name for t in trajectories for name in t.reward_parts})
+        number_of_group = {g: n for n, g in enumerate(dict.fromkeys(self.groups_of_trajectories))}
+        versions = [
+            self._summaries[g, i].turn_versions[k] if self._summaries[g, i].turn_versions else -1
+            for g, i, k in self._turns
+        ]
+        states = [self._summaries[g, i].turn_states for g, i, _ in self._turns]
+        return EstimatorInputs(
+            rewards=totals.clone(),
+            group_ids=_whole([number_of_group[g] for g in self.groups_of_trajectories]),
+            problem_ids=[group.problem_id for group in groups],
+            tokens=self.lengths_of_trajectories.clone(),
+            parts={
+                name: _double([t.reward_parts.get(name, math.nan) for t in trajectories])
+                for name in names
+            },
+            columns=[group.labels for group in groups],
+            statuses=[t.status for t in trajectories],
+            correct=torch.tensor([t.correct for t in trajectories], dtype=torch.bool),
+            turn_trajectories=self.numbers.clone(),
+            turn_rewards=rewards.clone(),
+            turn_tokens=self.tokens.clone(),
+            turn_versions=_whole(versions),
+            turn_states=[
+                names_of_turns[k] if names_of_turns else ""
+                for names_of_turns, (_, _, k) in zip(states, self._turns, strict=True)
+            ],
+            step=step,
+            normalize=normalize,
+        )
+
     def states(self, weight: float) -> list[str | None]:
         """Return the state that each turn answers to; RunError: no turn has one."""
         states = [self._summaries[g, i].turn_states[k] or None for g, i, k in self._turns]
@@ -234,9 +295,20 @@ class _Turns:
             self.groups_of_trajectories,
         )[self.numbers]
 
-    def by_group(self, values: torch.Tensor, summaries: Sequence[GroupSummary]) -> Advantages:
-        """Return the turns' values by group, trajectory and turn; 0 where none carries loss."""
-        value_of_turn = dict(zip(self._turns, values.tolist(), strict=True))
+    def by_group(
+        self, values: torch.Tensor | Sequence[torch.Tensor], summaries: Sequence[GroupSummary]
+    ) -> Advantages:
+        """Return the values by group, trajectory and turn; 0 where none carries loss.
+
+        Args:
+            values: of each turn a number, or those of its tokens.
+        """
+        by_turn: list[Any] = (
+            values.tolist()
+            if isinstance(values, torch.Tensor)
+            else [tokens.float().numpy() for tokens in values]
+        )
+        value_of_turn = dict(zip(self._turns, by_turn, strict=True))
         groups = []
         for g, summary in enumerate(summaries):
             rows = []
@@ -261,10 +333,15 @@ def _estimated(
     """Call `advantages`; raises RunError if code of the user fails in it."""
     if not callable(kind):
         return advantages(kind, rewards, group_ids, **options)
+    return _called(kind, lambda: advantages(kind, rewards, group_ids, **options))
+
+
+def _called(estimator: Estimator, call: Callable[[], Result]) -> Result:
+    """Return the result of a call of the user's estimator; raises RunError if it fails."""
     try:
-        return advantages(kind, rewards, group_ids, **options)
+        return call()
     except Exception as error:  # code of the user may raise anything
-        name = getattr(kind, "__name__", "the code")
+        name = getattr(estimator, "__name__", "the code")
         raise RunError(
             f"algorithm.adv_type: {name} failed: {type(error).__name__}: {error}"
         ) from error
@@ -314,6 +391,7 @@ def plan_step(
     estimator: Estimator | None = None,
     reward_weights: Sequence[float] = (1.0,),
     shuffle_key: str | None = None,
+    step: int = 0,
 ) -> StepPlan:
     """Split a rollout into mini-batches of whole groups, and each into micro-batches for every
     rank.
@@ -321,8 +399,8 @@ def plan_step(
     The loss denominators are global: all response tokens of the mini-batch for `token-mean`, all
     its sequences for the `seq-*` modes, trajectories or their turns (times max_new_tokens for
     `seq-mean-token-sum-norm`). `shuffle_key` is `minibatch_groups`', `share_prompts` and `prices`
-    are `plan_micro_batches`', `estimator` and `reward_weights` are `advantages_of`'s. With a KL in the reward, the
-    advantages are not yet those to train on (`with_kl`).
+    are `plan_micro_batches`', `estimator`, `reward_weights` and `step` are `advantages_of`'s. With a KL
+    in the reward, the advantages are not yet those to train on (`with_kl`).
     """
     minibatches, plans = [], []
     for groups in minibatch_groups(len(summaries), algorithm.n_minibatches, shuffle_key):
@@ -364,10 +442,16 @@ def plan_step(
         metrics["reward/overlong_penalty"] = float(
             np.mean([overlong_penalty(n, algorithm) for n in turns] or [0.0])
         )
+    logged = Measurements()
     step_advantages, _ = advantages_of(
-        summaries, algorithm, estimator=estimator, reward_weights=reward_weights
+        summaries,
+        algorithm,
+        estimator=estimator,
+        reward_weights=reward_weights,
+        step=step,
+        measurements=logged,
     )
-    return StepPlan(tuple(minibatches), step_advantages, metrics)
+    return StepPlan(tuple(minibatches), step_advantages, metrics | logged_metrics(logged))
 
 
 def with_kl(
@@ -376,14 +460,27 @@ def with_kl(
     algorithm: AlgorithmConfig,
     kl: TurnKl,
     estimator: Estimator | None = None,
+    step: int = 0,
 ) -> StepPlan:
     """Return the plan with advantages of rewards that are reduced by the KL of the trained
     tokens."""
-    step_advantages, kl_scale = advantages_of(summaries, algorithm, kl, estimator)
+    logged = Measurements()
+    step_advantages, kl_scale = advantages_of(
+        summaries, algorithm, kl, estimator, step=step, measurements=logged
+    )
     tokens = sum(summaries[g].trajectories[i].response_tokens for g, i in kl)
     total = sum(turn_kl for turns in kl.values() for turn_kl, _, _ in turns)
-    metrics = plan.metrics | {"actor/ref_kl": total / max(1, tokens)}
+    metrics = plan.metrics | logged_metrics(logged) | {"actor/ref_kl": total / max(1, tokens)}
     return replace(plan, advantages=step_advantages, kl_scale=kl_scale, metrics=metrics)
+
+
+def logged_metrics(logged: Measurements) -> dict[str, float]:
+    """Return the means of what an estimator has logged; one over nothing is left out."""
+    return {
+        f"advantage/{name}": float(total / count)
+        for name, (total, count) in logged.items()
+        if count
+    }
 
 
 def shared_states(summaries: Sequence[GroupSummary]) -> float:

@@ -14,7 +14,7 @@ from rlinf_vl.observe.replay_file import write_replay
 from rlinf_vl.observe.samples import MAX_IMAGES, spread
 from rlinf_vl.observe.tracker import make_trackers
 from rlinf_vl.observe.trajectories import TrajectoryStore
-from rlinf_vl.types import Group
+from rlinf_vl.types import Group, TurnAdvantages
 from rlinf_vl.user_code import is_code
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ RankLogprobs = Mapping[int, Mapping[int, np.ndarray]]
 GroupBatch = tuple[
     str,
     Mapping[int, Group],
-    Sequence[Sequence[Sequence[float]]] | None,
+    Sequence[Sequence[TurnAdvantages]] | None,
     Sequence[RankLogprobs],
 ]
 

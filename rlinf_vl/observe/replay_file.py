@@ -18,7 +18,7 @@ import numpy as np
 
 from rlinf_vl.errors import ConfigError
 from rlinf_vl.runtime.files import write_aside
-from rlinf_vl.types import Group, ImageRef, Message, TokenSequence, Trajectory, Turn
+from rlinf_vl.types import Group, ImageRef, Message, TokenSequence, Trajectory, Turn, TurnAdvantages
 
 FORMAT = 1
 SUFFIX = ".replay"
@@ -54,7 +54,8 @@ class RecordedStep:
         config: the run's config as YAML.
         groups: the groups that were trained on, or some of them.
         minibatches: the plan.
-        advantages: of the run's plan, by group, trajectory and turn.
+        advantages: of the run's plan, by group, trajectory and turn: a number, or those of the
+            turn's sampled tokens, float32.
         train_logprobs: the run's logprobs of the sampled tokens under the weights before the step,
             float32, by trajectory; {} where they were not recorded.
         metrics: the run's metrics of the step; {} where they are not known, or if only some of its
@@ -78,7 +79,7 @@ class RecordedStep:
     config: str
     groups: tuple[Group, ...]
     minibatches: tuple[PlannedMiniBatch, ...]
-    advantages: tuple[tuple[tuple[float, ...], ...], ...]
+    advantages: tuple[tuple[tuple[float | np.ndarray, ...], ...], ...]
     train_logprobs: Mapping[TrajectoryNumber, np.ndarray] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     messages: Mapping[int, Sequence[Message]] = field(default_factory=dict)
@@ -116,7 +117,10 @@ class RecordedStep:
             "step": self.step,
             "groups": groups,
             "minibatches": [asdict(mini) for mini in self.minibatches],
-            "advantages": self.advantages,
+            "advantages": [
+                [[x.tolist() if isinstance(x, np.ndarray) else x for x in turns] for turns in group]
+                for group in self.advantages
+            ],
             "metrics": dict(self.metrics),
             "messages": {str(g): list(messages) for g, messages in self.messages.items()},
             "engine_weights": dict(self.engine_weights),
@@ -181,7 +185,8 @@ class RecordedStep:
                 groups=groups,
                 minibatches=minibatches,
                 advantages=tuple(
-                    tuple(tuple(turns) for turns in group) for group in header["advantages"]
+                    tuple(tuple(map(_turn_advantage, turns)) for turns in group)
+                    for group in header["advantages"]
                 ),
                 train_logprobs=train_logprobs,
                 metrics=header["metrics"],
@@ -213,12 +218,17 @@ def replay_path(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step_{step}{SUFFIX}"
 
 
+def _turn_advantage(entry: float | list[float]) -> float | np.ndarray:
+    """Return the advantage of a turn, or those of its tokens, from its entry in a header."""
+    return np.array(entry, np.float32) if isinstance(entry, list) else entry
+
+
 def write_replay(
     run_dir: Path,
     model_path: str,
     step: int,
     groups: Mapping[int, Group],
-    advantages: Sequence[Sequence[Sequence[float]]],
+    advantages: Sequence[Sequence[TurnAdvantages]],
     train_logprobs: Mapping[TrajectoryNumber, np.ndarray],
     reason: str,
     *,

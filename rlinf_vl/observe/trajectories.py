@@ -23,7 +23,7 @@ from rlinf_vl.data.clips import is_clip
 from rlinf_vl.observe.clip_files import animated
 from rlinf_vl.observe.conversation import Placeholders, messages
 from rlinf_vl.runtime.files import write_aside
-from rlinf_vl.types import Group, ImageRef, Trajectory
+from rlinf_vl.types import Group, ImageRef, Trajectory, TurnAdvantages
 
 #: The columns of one row a trajectory. Lists with a value per token begin after the prompt and go
 #: through the trajectory's sequences one after the other; each of `TokenSequence.columns` is a
@@ -126,13 +126,14 @@ class TrajectoryStore:
         step: int,
         split: str,
         group: Group,
-        advantages: Sequence[Sequence[float]] | None = None,
+        advantages: Sequence[TurnAdvantages] | None = None,
         logprobs: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         """Make rows of a group, for the next `write`.
 
         Args:
-            advantages: of each turn of each trajectory; None where nothing is trained (validation).
+            advantages: of each turn of each trajectory, or of the turn's sampled tokens; None where
+                nothing is trained (validation).
             logprobs: float32 [sampled tokens] by the trajectory's number; one that was not trained
                 on has none.
         """
@@ -164,7 +165,7 @@ class TrajectoryStore:
         self,
         t: Trajectory,
         prompt_length: int,
-        advantages: Sequence[float] | None,
+        advantages: TurnAdvantages | None,
         sampled_logprobs: np.ndarray | None,
     ) -> dict[str, Any]:
         """Return the row of a trajectory whose sequences begin with a prompt of `prompt_length`
@@ -182,6 +183,9 @@ class TrajectoryStore:
             for name, array in sequence.arrays().items():
                 if array.ndim == 1:  # nobody reads many numbers a token as text
                     parts.setdefault(name, []).append(array[prompt_length:])
+        if advantages is not None and any(isinstance(x, np.ndarray) for x in advantages):
+            parts["advantages"] = _token_advantages(t, prompt_length, advantages)
+        turn_means = None if advantages is None else [_mean(x) for x in advantages]
         arrays = {
             name: np.concatenate(arrays_of_column) for name, arrays_of_column in parts.items()
         }
@@ -199,11 +203,11 @@ class TrajectoryStore:
             "rollout_logprobs": arrays.pop("logprobs", None),
             "train_logprobs": train_logprobs,
             "turns": json.dumps(
-                layout(t, prompt_length, advantages) | branches(t, self._placeholders.ids)
+                layout(t, prompt_length, turn_means) | branches(t, self._placeholders.ids)
             ),
             "messages": json.dumps(self._messages(t, list(images)), ensure_ascii=False),
             "images": [self._image_path(image) for image in images.values()],
-            "advantage": float(np.mean(advantages)) if advantages else None,
+            "advantage": float(np.mean(turn_means)) if turn_means else None,
             "reward": t.reward,
             "reward_parts": json.dumps(t.reward_parts),
             "metrics": json.dumps(t.metrics),
@@ -283,6 +287,23 @@ class TrajectoryStore:
         for file in self._folder.glob("step_*.parquet"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
+
+
+def _mean(advantages: float | np.ndarray) -> float:
+    """Return a turn's advantage: the mean over its tokens, 0 without one."""
+    return float(np.mean(advantages)) if np.size(advantages) else 0.0
+
+
+def _token_advantages(
+    t: Trajectory, prompt_length: int, advantages: TurnAdvantages
+) -> list[np.ndarray]:
+    """Return the advantages of each sequence's tokens behind the prompt, float32; 0 where a token
+    was not sampled."""
+    arrays = [np.zeros(len(sequence.ids), np.float32) for sequence in t.sequences]
+    for turn, values in zip(t.turns, advantages, strict=True):
+        sampled = t.sequences[turn.sequence].loss_mask[turn.start : turn.end]
+        arrays[turn.sequence][turn.start : turn.end][sampled] = values
+    return [array[prompt_length:] for array in arrays]
 
 
 def layout(

@@ -23,16 +23,24 @@ import numpy as np
 from rlinf_vl.models.family import Family
 from rlinf_vl.models.image_tokens import ImageTokens, runs_of_images
 from rlinf_vl.packing.parts import row_part
-from rlinf_vl.types import Grid, Group, ImageRef, MicroBatch, TokenSequence, Trajectory
+from rlinf_vl.types import (
+    Grid,
+    Group,
+    ImageRef,
+    MicroBatch,
+    TokenSequence,
+    Trajectory,
+    TurnAdvantages,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One trajectory of a group, with the advantage of each of its turns."""
+    """One trajectory of a group, with the advantage of each of its turns, or of each token."""
 
     group: Group
     index: int
-    advantages: Sequence[float]
+    advantages: TurnAdvantages
 
     @property
     def trajectory(self) -> Trajectory:
@@ -247,14 +255,19 @@ def _turns(members: Sequence[Member]) -> tuple[np.ndarray, np.ndarray]:
 
     Turns are numbered over the whole row: those of earlier trajectories come first.
     """
-    advantages = [np.array(member.advantages, np.float32) for member in members]
-    assert all(len(a) == len(m.trajectory.turns) for a, m in zip(advantages, members, strict=True))
-    turns_before = np.cumsum([0, *map(len, advantages)])
+    assert all(len(m.advantages) == len(m.trajectory.turns) for m in members)
+    by_turn = [value for member in members for value in member.advantages]
+    turns_before = np.cumsum([0, *(len(member.advantages) for member in members)])
     turns = _concatenate(
         [n + turns_before[i] for i, m in enumerate(members) for n in m.trajectory.turn_numbers()],
         np.int64,
     )
-    return turns, _concatenate(advantages, np.float32)[turns]
+    if not any(isinstance(value, np.ndarray) for value in by_turn):
+        return turns, np.array(by_turn, np.float32)[turns]
+    advantages = np.zeros(len(turns), np.float32)
+    for number, value in enumerate(by_turn):
+        advantages[turns == number] = value
+    return turns, advantages
 
 
 def _columns(tokens: Sequence[tuple[TokenSequence, slice | np.ndarray]]) -> dict[str, np.ndarray]:

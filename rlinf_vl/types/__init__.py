@@ -22,7 +22,7 @@ from rlinf_vl.types.problem import (
     TokenIds,
 )
 from rlinf_vl.types.summary import GroupSummary, TrajectorySummary
-from rlinf_vl.types.training import MicroBatch, Prices, RowPart
+from rlinf_vl.types.training import MicroBatch, Prices, RowPart, TurnAdvantages
 from rlinf_vl.types.trajectory import (
     READ_CALLS,
     UNREAD_CALLS,
@@ -37,6 +37,6 @@ __all__ = [
     "Completion", "ENGINE_FAULT", "ENVIRONMENT_FAULT", "Grid", "Group", "GroupSummary",
     "IMAGE_URL_PREFIX", "ImageRef", "Message", "MicroBatch", "Prices", "Problem", "READ_CALLS",
     "ROLES", "Reference", "Request", "RowPart", "Sample", "SamplingParams", "TokenIds",
-    "TokenSequence", "Trajectory", "TrajectorySummary", "Turn", "UNGRADABLE", "UNREAD_CALLS",
-    "distinct_tokens", "shared_prefix",
+    "TokenSequence", "Trajectory", "TrajectorySummary", "Turn", "TurnAdvantages", "UNGRADABLE",
+    "UNREAD_CALLS", "distinct_tokens", "shared_prefix",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ class TrajectorySummary:
     turn_rewards: tuple[float, ...] = ()
     turn_tokens: tuple[int, ...] = ()
     turn_states: tuple[str, ...] = ()
+    turn_versions: tuple[int, ...] = ()
     turn_thoughts: tuple[tuple[int, int, int], ...] = ()
     cuts: int = 0
     corrupted: bool = False
@@ -55,6 +56,7 @@ class TrajectorySummary:
             turn_rewards=trajectory.turn_rewards,
             turn_tokens=trajectory.turn_tokens,
             turn_states=trajectory.turn_states,
+            turn_versions=trajectory.turn_versions,
             turn_thoughts=trajectory.turn_thoughts,
             cuts=trajectory.cuts,
             corrupted=trajectory.corrupted,
@@ -91,6 +93,7 @@ class GroupSummary:
     env_images: int = 0
     #: Number of sampled tokens by the version of the weights that sampled them.
     version_tokens: dict[int, int] = field(default_factory=dict)
+    labels: dict[str, str | float] = field(default_factory=dict)  # `Problem.labels`
 
     @property
     def valid(self) -> list[TrajectorySummary]:
@@ -124,4 +127,5 @@ class GroupSummary:
             image_bytes={image.hash: len(image.data) for image in all_images},
             array_bytes=group.array_bytes,
             object_bytes=object_bytes,
+            labels=group.labels,
         )

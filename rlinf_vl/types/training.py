@@ -1,8 +1,13 @@
 """The input of the trainer, a packed row, and the prices of training it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+
+#: The advantages of a trajectory: of each turn a number, or those of its sampled tokens, float32.
+TurnAdvantages: TypeAlias = Sequence[float | np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)

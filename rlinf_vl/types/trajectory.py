@@ -230,6 +230,15 @@ class Trajectory:
         return tuple(float(turn.reward) for turn in self.turns)
 
     @property
+    def turn_versions(self) -> tuple[int, ...]:
+        """The oldest version of the weights that sampled a token of each turn; -1 without one."""
+        oldest = []
+        for turn in self.turns:
+            versions = self.sequences[turn.sequence].versions[turn.start : turn.end]
+            oldest.append(min((x for x in versions.tolist() if x >= 0), default=-1))
+        return tuple(oldest)
+
+    @property
     def turn_states(self) -> tuple[str, ...]:
         """The `Turn.state` of each turn."""
         return tuple(turn.state for turn in self.turns)

@@ -15,18 +15,133 @@ Its name in `algorithm.adv_type` is the file's.
 """
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from rlinf_vl.algorithms.advantages import listed
 from rlinf_vl.algorithms.aggregation import check_allowed
+from rlinf_vl.algorithms.measurements import Measurements
 
 ESTIMATORS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-#: A user's estimator: (rewards, group_ids, tokens) → advantages.
-Estimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: A user's estimator: (rewards, group_ids, tokens) → advantages, or (EstimatorInputs) → advantages.
+Estimator = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorInputs:
+    """Values of the N trajectories of a step that carry loss, and of their M turns.
+
+    Trajectories stand in order of their groups, turns in order of their trajectories and of time.
+
+    Attributes:
+        rewards: float64 `[N]`, less the penalties of `algorithm.overlong` and of a KL in the
+            reward.
+        group_ids: int64 `[N]`, the number of each trajectory's group, from 0 on.
+        problem_ids: `[N]`, the id of the row of each trajectory.
+        tokens: int64 `[N]`, the number of sampled tokens.
+        parts: by name, the parts of the reward (`reward/PART`), float64 `[N]`; NaN where a
+            trajectory does not have one.
+        columns: `[N]`, the columns of the trajectory's row that are short texts or numbers.
+        statuses: `[N]`, "stop", or "length" for an answer that was cut.
+        correct: bool `[N]`, whether the answer was graded right.
+        turn_trajectories: int64 `[M]`, the trajectory of each turn, 0 … N-1.
+        turn_rewards: float64 `[M]`, less the same penalties.
+        turn_tokens: int64 `[M]`, the number of tokens sampled in each turn.
+        turn_versions: int64 `[M]`, the oldest version of the weights that sampled the turn; -1
+            without tokens.
+        turn_states: `[M]`, the name of the state that the turn answers to; "" if it has none.
+        step: the number of the step; fresh tokens are of version `step - 1`.
+        normalize: `algorithm.normalize_advantages`.
+        measurements: those that `log` has added.
+    """
+
+    rewards: torch.Tensor
+    group_ids: torch.Tensor
+    problem_ids: Sequence[str]
+    tokens: torch.Tensor
+    parts: Mapping[str, torch.Tensor]
+    columns: Sequence[Mapping[str, str | float]]
+    statuses: Sequence[str]
+    correct: torch.Tensor
+    turn_trajectories: torch.Tensor
+    turn_rewards: torch.Tensor
+    turn_tokens: torch.Tensor
+    turn_versions: torch.Tensor
+    turn_states: Sequence[str]
+    step: int = 0
+    normalize: bool = False
+    measurements: Measurements = field(default_factory=Measurements, compare=False)
+
+    def log(self, name: str, values: Any, mask: torch.Tensor | None = None) -> None:
+        """Log the mean of a value over the step's trajectories or turns as `advantage/NAME`.
+
+        Args:
+            values: a tensor or a list of numbers.
+            mask: bool, of their shape: those that count; None: all.
+
+        Raises:
+            ValueError: see `Measurements.add`.
+        """
+        self.measurements.add(name, values, mask, "trajectory or turn")
+
+
+def takes_inputs(estimator: Estimator) -> bool:
+    """Return whether a user's estimator takes `EstimatorInputs`, and not three arguments."""
+    try:
+        inspect.signature(estimator).bind(*range(3))
+    except TypeError:
+        return True
+    except ValueError:  # functions written in C may have no signature
+        return False
+    return False
+
+
+def estimated(
+    estimator: Estimator, inputs: EstimatorInputs
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Return the advantages of a user's estimator: of each turn, or of each token.
+
+    The estimator returns one of three: a number for each trajectory `[N]`, which all its tokens
+    get; a number for each turn `[M]`; or a list with a tensor for each trajectory, a number for
+    each of its sampled tokens in order of the turns.
+
+    Returns:
+        float64 `[M]`, or for each turn the advantages of its tokens, float64.
+
+    Raises:
+        ValueError: the result is none of these, or has a number that is not finite.
+    """
+    result = estimator(inputs)
+    n, turns = len(inputs.rewards), inputs.turn_tokens.tolist()
+    expected = f"must return {n} numbers, one for each trajectory"
+    if turns != inputs.tokens.tolist() or n != len(turns):
+        expected += f", or {len(turns)}, one for each turn"
+    expected += ", or a list with a tensor for each trajectory: a number for each token"
+    if isinstance(result, list | tuple) and result and hasattr(result[0], "__len__"):
+        by_trajectory = [torch.as_tensor(x).detach().to(inputs.rewards) for x in result]
+        shapes = [tuple(x.shape) for x in by_trajectory]
+        if shapes != [(tokens,) for tokens in inputs.tokens.tolist()]:
+            raise ValueError(
+                f"{expected}; it returned tensors of shapes {shapes}, and the trajectories have "
+                f"{inputs.tokens.tolist()} tokens"
+            )
+        values = torch.cat(by_trajectory)
+    else:
+        values = torch.as_tensor(result).detach().to(inputs.rewards)
+        by_trajectory = []
+        if values.shape == inputs.rewards.shape:
+            values = values[inputs.turn_trajectories]
+        elif values.shape != inputs.turn_tokens.shape:
+            raise ValueError(f"{expected}; it returned a tensor of shape {tuple(values.shape)}")
+    if not torch.isfinite(values).all():
+        raise ValueError(f"must return finite numbers; returned {values.tolist()}")
+    return values.split(turns) if by_trajectory else values
 
 
 def advantages(

@@ -16,7 +16,7 @@ from rlinf_vl.config.schema.limits import (
 ADVANTAGES = OrCode(
     built_ins("estimators"),
     "advantage",
-    "advantage(rewards, group_ids, tokens)",
+    "advantage(inputs) or advantage(rewards, group_ids, tokens)",
 )
 #: The loss of six arguments is that of former releases, accepted until 0.2.
 LOSSES = OrCode(

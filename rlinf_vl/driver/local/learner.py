@@ -12,7 +12,7 @@ from rlinf_vl.actor.rank import Rank, group_numbers, step_metrics
 from rlinf_vl.config.schema import Config
 from rlinf_vl.engines.base import Engine
 from rlinf_vl.models.loading import DTYPES
-from rlinf_vl.types import Group, Prices
+from rlinf_vl.types import Group, Prices, TurnAdvantages
 from rlinf_vl.weights.buckets import BUCKET_BYTES, Label, group_by_size
 
 
@@ -50,7 +50,7 @@ class LocalLearner:
         self,
         step: int,
         minibatches: Sequence[Sequence[RankMiniBatch]],
-        advantages: Sequence[Sequence[Sequence[float]]],
+        advantages: Sequence[Sequence[TurnAdvantages]],
         recorded: Collection[int],
         kl_scale: float,
         on_start: Callable[[], None],

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from rlinf_vl.algorithms.estimators import Estimator, advantages
+from rlinf_vl.algorithms.estimators import (
+    Estimator,
+    EstimatorInputs,
+    advantages,
+    estimated,
+    takes_inputs,
+)
 from rlinf_vl.algorithms.losses import LossInputs, formula_of, weighted_loss
 from rlinf_vl.config import Config
 from rlinf_vl.config.schema.algorithm import ADVANTAGES, LOSSES
@@ -23,8 +29,8 @@ from rlinf_vl.user_code import CodeError, is_code, load_code
 N_TOKENS = 4
 
 
-class _AnyColumn(dict[str, torch.Tensor]):
-    """Columns of any name, of zeros: a run's rows and engines bring them.
+class _AnyColumn(dict[str, Any]):
+    """Columns of any name, of one value: a run's rows, rewards and engines bring them.
 
     Attributes:
         was_read: whether one was asked for.
@@ -32,9 +38,12 @@ class _AnyColumn(dict[str, torch.Tensor]):
 
     was_read = False
 
-    def __missing__(self, name: str) -> torch.Tensor:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __missing__(self, name: str) -> Any:
         self.was_read = True
-        return torch.zeros(2 * N_TOKENS)
+        return self._value
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -85,7 +94,7 @@ def _try_loss(loss: Callable[..., Any], config: Config) -> None:
         ValueError: one of them is not finite, or there is no gradient.
         Exception: what the loss raised.
     """
-    algorithm, columns = config.algorithm, _AnyColumn()
+    algorithm, columns = config.algorithm, _AnyColumn(torch.zeros(2 * N_TOKENS))
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:
@@ -131,4 +140,30 @@ def _try_advantage(estimator: Estimator, config: Config) -> None:
     rewards = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     group_ids, tokens = [0] * 4 + [1] * 4, torch.arange(1, 9)
     normalize = bool(config.algorithm.normalize_advantages)
-    advantages(estimator, rewards, group_ids, tokens, normalize=normalize)
+    if not takes_inputs(estimator):
+        advantages(estimator, rewards, group_ids, tokens, normalize=normalize)
+        return
+    parts, columns = _AnyColumn(rewards), _AnyColumn(0.0)
+    inputs = EstimatorInputs(
+        rewards=rewards,
+        group_ids=torch.tensor(group_ids),
+        problem_ids=["p:0"] * 4 + ["p:1"] * 4,
+        tokens=tokens,
+        parts=parts,
+        columns=[columns] * 8,
+        statuses=["stop"] * 8,
+        correct=rewards > 0,
+        turn_trajectories=torch.arange(8),
+        turn_rewards=rewards.clone(),
+        turn_tokens=tokens.clone(),
+        turn_versions=torch.zeros(8, dtype=torch.int64),
+        turn_states=[""] * 8,
+        step=1,
+        normalize=normalize,
+    )
+    try:
+        estimated(estimator, inputs)
+    except Exception:
+        if parts.was_read or columns.was_read:  # of which the values are unknown here
+            return
+        raise

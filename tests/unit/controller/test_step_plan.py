@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+import torch
 from summaries import changed, values
 
 from rlinf_vl.config.presets import with_presets
@@ -449,3 +450,91 @@ def test_code_of_a_user_that_fails_is_named():
         plan(estimator=fails)
     step = plan(estimator=lambda rewards, group_ids, tokens: tokens, credit="turn")
     assert step.advantages[0] == ((5.0,), (6.0,), (7.0,))
+
+
+def in_turns(name, rewards, tokens, labels):
+    """A group whose trajectories have these rewards and sampled tokens of their turns."""
+    group = summary(name, [sum(turns) for turns in rewards], [sum(turns) for turns in tokens])
+    group = changed(
+        group,
+        turns=[len(turns) for turns in rewards],
+        turn_rewards=[tuple(turns) for turns in rewards],
+        turn_tokens=[tuple(turns) for turns in tokens],
+        turn_states=[("start",) * len(turns) for turns in rewards],
+        turn_versions=[(3,) * len(turns) for turns in rewards],
+        reward_parts=[{"format": 1.0}, {}],
+        status=["stop", "length"],
+    )
+    return replace(group, labels=labels)
+
+
+TURNS = [
+    in_turns("a", [[0.5, 1.0], [0.25]], [[2, 3], [4]], {"level": 4}),
+    summary("failed", [1.0, 0.0], [3, 3], errors=("lost", "lost")),
+    in_turns("b", [[1.0], [0.0, 0.5]], [[1], [2, 2]], {"level": 1}),
+]
+
+
+def test_an_estimator_sees_parts_columns_turns_and_statuses():
+    def looks(inputs):
+        assert inputs.rewards.tolist() == [1.5, 0.25, 1.0, 0.5]
+        assert inputs.group_ids.tolist() == [0, 0, 1, 1]
+        assert inputs.problem_ids == ["a", "a", "b", "b"]
+        assert inputs.tokens.tolist() == [5, 4, 1, 4]
+        assert inputs.parts["format"].nan_to_num(-1).tolist() == [1, -1, 1, -1]
+        assert [row["level"] for row in inputs.columns] == [4, 4, 1, 1]
+        assert inputs.statuses == ["stop", "length"] * 2
+        assert inputs.correct.tolist() == [True, True, True, True]
+        assert inputs.turn_trajectories.tolist() == [0, 0, 1, 2, 3, 3]
+        assert inputs.turn_rewards.tolist() == [0.5, 1.0, 0.25, 1.0, 0.0, 0.5]
+        assert inputs.turn_tokens.tolist() == [2, 3, 4, 1, 2, 2]
+        assert inputs.turn_versions.tolist() == [3] * 6 and inputs.turn_states == ["start"] * 6
+        assert inputs.step == 7 and inputs.normalize
+        inputs.log("weight", [1.0, 2.0, 4.0, 5.0])
+        inputs.log("late", inputs.turn_rewards, inputs.turn_trajectories == 3)
+        inputs.log("none", inputs.rewards, inputs.rewards > 9)
+        return inputs.rewards * 2
+
+    step = plan(TURNS, estimator=looks, step=7)
+    assert step.advantages == (
+        ((3.0, 3.0), (0.5,)),
+        ((0.0,), (0.0,)),
+        ((2.0,), (1.0, 1.0)),
+    )
+    assert step.metrics["advantage/weight"] == 3.0 and step.metrics["advantage/late"] == 0.25
+    assert "advantage/none" not in step.metrics
+
+
+def test_an_estimator_may_give_turns_or_tokens():
+    by_turn = plan(TURNS, estimator=lambda inputs: inputs.turn_rewards - 1)
+    assert by_turn.advantages[0] == ((-0.5, 0.0), (-0.75,))
+    assert by_turn.advantages[2] == ((0.0,), (-1.0, -0.5))
+    by_token = plan(
+        TURNS, estimator=lambda inputs: [torch.arange(int(n)) for n in inputs.tokens]
+    ).advantages
+    assert [x.tolist() for x in by_token[0][0]] == [[0, 1], [2, 3, 4]], "turn by turn"
+    assert [x.tolist() for x in by_token[2][1]] == [[0, 1], [2, 3]]
+    assert by_token[1] == ((0.0,), (0.0,))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (lambda inputs: inputs.rewards[:3], "must return 4 numbers, one for each trajectory, or 6, one for each turn"),
+        (lambda inputs: [inputs.rewards] * 4, r"a number for each token; it returned tensors of shapes"),
+        (lambda inputs: inputs.rewards / 0, "must return finite numbers"),
+        (lambda inputs: inputs.columns[0]["size"], "KeyError: 'size'"),
+    ],
+)  # fmt: skip
+def test_a_result_that_fits_nothing_is_refused(estimator, message):
+    with pytest.raises(RunError, match=message):
+        plan(TURNS, estimator=estimator)
+
+
+def test_three_arguments_see_what_they_saw():
+    def three(rewards, group_ids, tokens):
+        return rewards - group_ids + tokens
+
+    assert plan(TURNS, estimator=three).advantages[2] == ((1.0,), (3.5, 3.5))
+    by_turn = plan(TURNS, estimator=three, credit="turn").advantages
+    assert by_turn[0] == ((3.5, 3.0), (4.25,)), "returns of turns, compared by number"

@@ -21,6 +21,13 @@ def six(logprobs, old_logprobs, advantages, segment_ids, clip_low, clip_high):
 def centred(rewards, group_ids, tokens):
     sums = torch.zeros(2).index_add(0, group_ids, rewards.float())
     return rewards - (sums / torch.bincount(group_ids))[group_ids]
+def by_difficulty(inputs):
+    inputs.log("hard", [row["level"] > 3 for row in inputs.columns])
+    return [row["level"] * r for row, r in zip(inputs.columns, inputs.rewards.tolist())]
+def by_turn(inputs): return inputs.turn_rewards[inputs.turn_tokens > 0]
+def by_token(inputs): return [r.expand(int(n)) for r, n in zip(inputs.rewards, inputs.tokens)]
+def short_by_one(inputs): return [r.expand(int(n) - 1) for r, n in zip(inputs.rewards, inputs.tokens)]
+def forgets(inputs): return inputs.reward
 def of_groups(rewards, group_ids, tokens): return rewards.unique()
 def divides(rewards, group_ids, tokens):
     return torch.cat([r / r.std() for r in rewards.split(4)])
@@ -58,7 +65,9 @@ def code(config, name: str) -> str:
         ("loss_type", "detached", "its result has no gradient: compute it from inputs.logprobs"),
         ("loss_type", "roots", "its values or gradients are not finite"),
         ("loss_type", "misspells", "AttributeError: 'LossInputs' object has no attribute 'ration'"),
-        *(("adv_type", name, "") for name in ("grpo", "centred")),
+        *(("adv_type", name, "") for name in ("grpo", "centred", "by_difficulty", "by_turn", "by_token")),
+        ("adv_type", "short_by_one", "must return 8 numbers, one for each trajectory, or a list with a tensor"),
+        ("adv_type", "forgets", "AttributeError: 'EstimatorInputs' object has no attribute 'reward'"),
         ("adv_type", "of_groups", "must return 8 finite numbers, one for each reward; returned"),
         ("adv_type", "divides", "must return 8 finite numbers, one for each reward; returned"),
     ],

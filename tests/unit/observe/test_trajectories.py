@@ -175,6 +175,12 @@ def test_where_sequences_and_turns_are(model, run):
         {"name": "add"}
     ]
     assert "state" not in found["turns"][1] and json.loads(row["metrics"]) == {"goal": 1.0}
+    by_token = (np.array([3.0], np.float32), np.array([-1.0], np.float32), 0.75)
+    store.add(2, "train", Group("g", "p", 1, (t,)), (by_token,))
+    store.write(2)
+    (tokens,) = pq.read_table(run / "trajectories/step_2.parquet").to_pylist()
+    assert tokens["advantages"] == [3, 0, -1, 0, 0.75] and "advantages" not in row
+    assert [t["advantage"] for t in json.loads(tokens["turns"])["turns"]] == [3, -1, 0.75]
     assert json.loads(row["messages"]) == [
         [
             {"role": "", "content": ["w4 "], "turn": 0},

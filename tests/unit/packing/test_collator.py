@@ -111,6 +111,35 @@ def gradient(policy, loss):
     return torch.cat([g.flatten() for g in grads if g is not None])
 
 
+def test_tokens_may_have_advantages_of_their_own():
+    """However trajectories are packed, a token has the value at its place in its turn."""
+    rng = np.random.default_rng(5)
+    groups = [random_tree(rng, f"g{k}") for k in range(6)]
+    members, expected = [], {}
+    for n, g in enumerate(groups):
+        for i, t in enumerate(g.trajectories):
+            by_turn = [rng.normal(size=k).astype(np.float32) for k in t.turn_tokens]
+            if i % 2:
+                by_turn[0] = 0.25  # a turn as a whole, beside tokens
+            members.append(Member(g, i, by_turn))
+            left = [
+                iter(np.broadcast_to(x, k)) for x, k in zip(by_turn, t.turn_tokens, strict=True)
+            ]
+            expected[n, i] = [next(left[k]) for ks in t.turn_numbers() for k in ks.tolist()]
+    collate = replace(COLLATE, pixels=None)
+    numbers = {g.id: n for n, g in enumerate(groups)}
+    assert any(
+        len(set(values)) > len(groups[n].trajectories[i].turns)
+        for (n, i), values in expected.items()
+    )
+    for cuts in ([len(members)], [3, len(members)], list(range(1, len(members) + 1))):
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            batch = collate(members[start:end], run_vision=False)
+            for place, member in enumerate(members[start:end]):
+                found = batch.advantages[batch.trajectories == place]
+                assert found.tolist() == expected[numbers[member.group.id], member.index]
+
+
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_the_parts_of_a_row_make_the_row(size):
     rng = np.random.default_rng(3)

@@ -306,7 +306,7 @@ class PlainStep:
         g, i = number
         recorded = self.step.advantages[g][i]
         if not self.step.group_is_whole(g):
-            return recorded[0] if recorded else 0.0
+            return float(np.mean(recorded[0])) if recorded else 0.0
         compared = [
             t.reward
             for t in self.step.groups[g].trajectories
