@@ -24,7 +24,12 @@ from rlinf_vl.algorithms.corrections import (
     log_ratios,
     rejection_mask,
 )
-from rlinf_vl.algorithms.credit import discounted_returns, gigpo_advantages, turn_advantages
+from rlinf_vl.algorithms.credit import (
+    discounted_returns,
+    gigpo_advantages,
+    process_advantages,
+    turn_advantages,
+)
 from rlinf_vl.algorithms.divergence import DIVERGENCE_ESTIMATORS, divergence, reverse_kl
 from rlinf_vl.algorithms.estimators import EstimatorInputs, advantages
 from rlinf_vl.algorithms.losses import LossInputs, policy_loss
@@ -46,6 +51,7 @@ __all__ = [
     "interpolated_logprobs",
     "log_ratios",
     "policy_loss",
+    "process_advantages",
     "rejection_mask",
     "reverse_kl",
     "token_moments",

@@ -97,6 +97,46 @@ def turn_advantages(
     return compare(returns, keys, **options).to(rewards.dtype)
 
 
+def process_advantages(
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    trajectory_ids: torch.Tensor,
+    group_ids: Ids,
+    tokens: torch.Tensor,
+    *,
+    compare: Callable[..., torch.Tensor] = group_advantages,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Return the advantage of each token from rewards of single tokens (process supervision).
+
+        ṽ_j = (v_j - mean v) / (std v + eps)
+        A_{i,t} = Σ_{j of trajectory i, at token t or later} ṽ_j
+
+    Mean and deviation are over all rewards of tokens of the group. `compare` and its options choose
+    other baselines (see `group_advantages`).
+
+    Args:
+        values: float `[K]`, the rewards.
+        positions: int64 `[K]`, the token of each reward, counted in its trajectory from 0 on.
+        trajectory_ids: int64 `[K]`, the trajectory of each reward, 0 … N-1.
+        group_ids: `[K]`, the group of each reward.
+        tokens: int64 `[N]`, the number of tokens of each trajectory.
+
+    Returns:
+        For each of the N trajectories the advantages of its tokens, float64.
+
+    Raises:
+        ValueError: see `group_advantages`.
+
+    Source: Shao et al., "DeepSeekMath" (2024), section 4.1.3.
+    """
+    compared = compare(values, group_ids, **options).double()
+    starts = tokens.cumsum(0) - tokens
+    rewards = torch.zeros(int(tokens.sum()), dtype=torch.float64)
+    rewards.index_add_(0, starts[trajectory_ids] + positions, compared)
+    return tuple(part.flip(0).cumsum(0).flip(0) for part in rewards.split(tokens.tolist()))
+
+
 def gigpo_advantages(
     rewards: torch.Tensor,
     trajectory_ids: Ids,

@@ -82,6 +82,8 @@ def _credit(config: Config, estimator: Any) -> Iterator[str]:
             "(GiGPO), but algorithm.credit=turn replaces that by each turn's own; set "
             "credit=trajectory, or state_advantage_weight=0"
         )
+    if algorithm.credit == "token":
+        yield from _token_credit(algorithm)
     if algorithm.turn_discount != 1 and not algorithm.turns_are_sequences:
         yield (
             f"algorithm.turn_discount: {algorithm.turn_discount:g} with "
@@ -101,6 +103,29 @@ def _credit(config: Config, estimator: Any) -> Iterator[str]:
     ):
         if used and one_turn:
             yield f"algorithm.{key} with rollout.max_turns=1: an episode of one turn has no other credit; raise max_turns"
+
+
+def _token_credit(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield settings that leave no place for the advantages of tokens."""
+    weight = algorithm.state_advantage_weight
+    for used, setting, remedy in (
+        (weight > 0, f"state_advantage_weight={weight:g}", "set it 0"),
+        (
+            algorithm.reward_normalization == "per_reward",
+            "reward_normalization=per_reward",
+            "set it sum",
+        ),
+        (
+            algorithm.kl_placement == "reward" and algorithm.adv_type == "reinforce_plus_plus",
+            "kl_placement=reward and adv_type=reinforce_plus_plus, which give tokens returns of KL",
+            "set kl_placement=loss",
+        ),
+    ):
+        if used:
+            yield (
+                f"algorithm.credit: token adds the rewards of tokens to a trajectory's advantage, "
+                f"and does not go with {setting}; {remedy}, or credit=trajectory"
+            )
 
 
 def _per_reward(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ from rlinf_vl.algorithms import (
     decoupled_advantages,
     discounted_returns,
     gigpo_advantages,
+    process_advantages,
     turn_advantages,
 )
 from rlinf_vl.algorithms.estimators import (
@@ -70,9 +71,12 @@ def ties(summary: GroupSummary, reward_weights: Sequence[float] | None = None) -
     """Return whether all rewards of a group are equal, so that comparing them teaches nothing.
 
     With `reward_weights`, the weights of `reward.functions`, each function's values are compared
-    on their own (GDPO): equal sums may be of different values.
+    on their own (GDPO): equal sums may be of different values. Different rewards of single tokens
+    are no tie either.
     """
     compared = [summary.trajectories[i] for i in trainable(summary)]
+    if len({value for t in compared for _, _, value in t.token_rewards}) > 1:
+        return False
     if reward_weights is None:
         return len({trajectory.reward for trajectory in compared}) < 2
     rows = [reward_parts(trajectory, reward_weights) for trajectory in compared]
@@ -144,6 +148,12 @@ def advantages_of(
     kind, kl_scale = estimator or algorithm.adv_type, 0.0
     token_kl = token_kl_of(kind) if kl is not None else None
     turns = _Turns(summaries)
+    sees_all = estimator is not None and takes_inputs(estimator)
+    if turns.token_rewards and algorithm.credit != "token" and not sees_all:
+        raise RunError(
+            "reward.functions: one returned rewards by span (`spans`), which "
+            f"algorithm.credit={algorithm.credit} does not use; set credit=token, or return no spans"
+        )
     kl_sums = turns.kl_sums(kl)
     penalties = _double([overlong_penalty(n, algorithm) for n in turns.tokens.tolist()])
     if token_kl is None:
@@ -168,12 +178,15 @@ def advantages_of(
             beta=algorithm.kl_beta,
             normalize=normalize,
         )
-    elif estimator is not None and takes_inputs(estimator):
+    elif estimator is not None and sees_all:
         # It compares by itself, so `credit` only says what a sequence is.
         inputs = turns.estimator_inputs(rewards, totals, step, normalize)
         values = _called(estimator, lambda: estimated(estimator, inputs)) if len(totals) else totals
         if measurements is not None:
             measurements |= inputs.measurements
+    elif algorithm.credit == "token":
+        groups, lengths = turns.groups_of_trajectories, turns.lengths_of_trajectories
+        values = turns.token_advantages(compare(totals, groups, tokens=lengths), compare)
     elif algorithm.credit == "turn":
         values = turn_advantages(
             rewards, turns.trajectories, turns.groups, discount=discount, compare=compare
@@ -202,6 +215,8 @@ class _Turns:
         groups: of each turn.
         numbers: int64, of each turn's trajectory, counted from 0 over all that carry loss.
         tokens: int64, sampled in each turn.
+        token_rewards: (trajectory, token, value) of each reward of a token; the trajectory by
+            `numbers`, the token counted in it from 0 on.
         rewards: float64, of each turn.
     """
 
@@ -223,6 +238,37 @@ class _Turns:
         self.lengths_of_trajectories = _whole(
             [trajectory.response_tokens for trajectory in self._summaries.values()]
         )
+
+        self.token_rewards = [
+            (n, sum(trajectory.turn_tokens[:turn]) + index, value)
+            for n, trajectory in enumerate(self._summaries.values())
+            for turn, index, value in trajectory.token_rewards
+        ]
+
+    def token_advantages(
+        self, of_trajectories: torch.Tensor, compare: Callable[..., torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Return for each turn the advantages of its tokens: those of the trajectories, and of the
+        rewards of single tokens; RunError: no token has a reward."""
+        if len(of_trajectories) and not self.token_rewards:
+            raise RunError(
+                "algorithm.credit: token compares rewards by span of text, but no reward function "
+                "returned any (`spans` beside its score); return them, or set credit=trajectory"
+            )
+        trajectories = _whole([n for n, _, _ in self.token_rewards])
+        by_trajectory = process_advantages(
+            _double([value for _, _, value in self.token_rewards]),
+            _whole([token for _, token, _ in self.token_rewards]),
+            trajectories,
+            [self.groups_of_trajectories[n] for n in trajectories.tolist()],
+            self.lengths_of_trajectories,
+            # A reward of a token is compared as what one token was paid.
+            compare=partial(compare, tokens=torch.ones_like(trajectories)),
+        )
+        totals = of_trajectories.repeat_interleave(self.lengths_of_trajectories)
+        if not len(totals):
+            return ()
+        return (torch.cat(by_trajectory) + totals).split(self.tokens.tolist())
 
     def kl_sums(self, kl: TurnKl | None) -> torch.Tensor:
         """Return the sums of KL of each turn, float64 [turns, 3], 0 without a KL."""
@@ -271,9 +317,18 @@ class _Turns:
                 names_of_turns[k] if names_of_turns else ""
                 for names_of_turns, (_, _, k) in zip(states, self._turns, strict=True)
             ],
+            token_rewards=self._rewards_of_tokens(),
             step=step,
             normalize=normalize,
         )
+
+    def _rewards_of_tokens(self) -> Sequence[torch.Tensor]:
+        """Return the reward of each token of each trajectory, float64; 0 without one."""
+        lengths = self.lengths_of_trajectories
+        rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
+        for n, token, value in self.token_rewards:
+            rewards[int(lengths[:n].sum()) + token] += value
+        return rewards.split(lengths.tolist())
 
     def states(self, weight: float) -> list[str | None]:
         """Return the state that each turn answers to; RunError: no turn has one."""

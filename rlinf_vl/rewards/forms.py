@@ -401,6 +401,7 @@ def result_of(returned: Any) -> Result:
         return Result(None)
     if not isinstance(returned, Mapping):
         return Result(_number(returned))
+    spans = _spans(returned.get("spans"))
     numbers = {str(key): _number(value) for key, value in returned.items() if _is_number(value)}
     if not numbers:
         raise ValueError(
@@ -417,7 +418,29 @@ def result_of(returned: Any) -> Result:
         )
     else:
         value = numbers.pop(score)
-    return Result(value, numbers, correct)
+    return Result(value, numbers, correct, spans)
+
+
+def _spans(value: Any) -> tuple[tuple[int, int, float], ...]:
+    """Return the rewards of parts of a response that a function returned under `spans`.
+
+    Raises:
+        TypeError, ValueError: they are not triples of a start, a later end and a finite number.
+    """
+    if value is None:
+        return ()
+    spans = []
+    for entry in value:
+        if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 3:
+            raise TypeError(
+                f"it returned spans with {entry!r:.60}; each is (start, end, value), in characters "
+                "of the response"
+            )
+        start, end, reward = int(entry[0]), int(entry[1]), _number(entry[2])
+        if not 0 <= start < end:
+            raise ValueError(f"it returned the span {entry!r:.60}; 0 <= start < end must hold")
+        spans.append((start, end, reward))
+    return tuple(spans)
 
 
 def _is_number(value: Any) -> bool:

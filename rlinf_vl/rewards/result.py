@@ -29,11 +29,13 @@ class Result(NamedTuple):
         value: the score; None is no score, and adds nothing to the reward.
         parts: further numbers that the function returned, by name.
         correct: whether the function finds the answer right; None: `value` decides, see `RIGHT`.
+        spans: rewards of parts of the response, (start, end, value) in characters of its text.
     """
 
     value: float | None
     parts: Mapping[str, float] = {}
     correct: bool | None = None
+    spans: tuple[tuple[int, int, float], ...] = ()
 
 
 #: The smallest value that means a correct answer, unless the function itself returns a verdict.

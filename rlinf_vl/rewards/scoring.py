@@ -39,6 +39,8 @@ class Score:
         correct: the verdict of the first function that judges answers.
         ungraded: reasons of functions that reached no verdict.
         fault: the reason why there is no score at all; None if there is one.
+        spans: rewards of parts of the response by all functions, weighted: (start, end, value) in
+            characters of its text.
     """
 
     reward: float
@@ -47,6 +49,7 @@ class Score:
     ungraded: tuple[str, ...] = ()
     fault: str | None = None
     values: tuple[float | None, ...] = ()
+    spans: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class Scorer:
         """Return the score of one answer from its futures, one for each part."""
         total, parts, correct, ungraded = 0.0, dict[str, float](), None, list[str]()
         values: list[float | None] = []
+        spans: list[tuple[int, int, float]] = []
         for part, future in zip(self.parts, futures, strict=True):
             try:
                 result = future.result()
@@ -130,6 +134,7 @@ class Scorer:
                 total += part.weight * result.value
                 parts[part.name] = result.value
             parts |= {f"{part.name}.{name}": value for name, value in result.parts.items()}
+            spans += [(start, end, part.weight * value) for start, end, value in result.spans]
             if correct is None and result.correct is not None:
                 correct = result.correct
             elif correct is None and part.judges and result.value is not None:
@@ -140,6 +145,7 @@ class Scorer:
             bool(correct),
             tuple(ungraded),
             values=tuple(values),
+            spans=tuple(spans),
         )
 
 

@@ -137,7 +137,7 @@ class Group:
                 (
                     sequences, turns, t.reward, t.reward_parts, t.status, t.correct,
                     t.error, t.metrics, t.cuts, t.corrupted, t.ungraded, t.penalized,
-                    t.scores, t.base_reward, t.teacher_prompt,
+                    t.scores, t.base_reward, t.teacher_prompt, t.token_rewards,
                 )
             )  # fmt: skip
         buffer = np.concatenate(
@@ -182,7 +182,7 @@ def _load_group(
     for (
         sequence_rows, turns, reward, reward_parts, status, correct, error, metrics,
         cuts, corrupted, ungraded, penalized, scores, base_reward,
-        teacher_prompt,
+        teacher_prompt, token_rewards,
     ) in rows:  # fmt: skip
         sequences = []
         for n, sequence_images in sequence_rows:
@@ -198,7 +198,7 @@ def _load_group(
             Trajectory(
                 tuple(sequences), tuple(starmap(Turn, turns)), reward, reward_parts,
                 status, correct, error, metrics, cuts, corrupted, ungraded, penalized,
-                scores, base_reward, teacher_prompt,
+                scores, base_reward, teacher_prompt, token_rewards,
             )
         )  # fmt: skip
     return Group(

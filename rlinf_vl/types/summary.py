@@ -35,6 +35,7 @@ class TrajectorySummary:
     penalized: str = ""
     scores: tuple[float | None, ...] = ()
     base_reward: float = 0.0
+    token_rewards: tuple[tuple[int, int, float], ...] = ()
 
     @classmethod
     def of(
@@ -65,6 +66,7 @@ class TrajectorySummary:
             penalized=trajectory.penalized,
             scores=trajectory.scores,
             base_reward=trajectory.base_reward,
+            token_rewards=trajectory.token_rewards,
         )
 
 

@@ -186,6 +186,9 @@ class Trajectory:
     #: The ids of the prompt that the teacher sees in place of the policy's, with the same images;
     #: () if it sees the policy's.
     teacher_prompt: tuple[int, ...] = field(default=(), repr=False)
+    #: Rewards of single tokens by reward functions: (turn, number among the turn's sampled tokens,
+    #: value). They are not in `reward`.
+    token_rewards: tuple[tuple[int, int, float], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for turn in self.turns:

@@ -56,6 +56,9 @@ class EstimatorInputs:
         turn_versions: int64 `[M]`, the oldest version of the weights that sampled the turn; -1
             without tokens.
         turn_states: `[M]`, the name of the state that the turn answers to; "" if it has none.
+        token_rewards: `[N]`, rewards of single tokens (`spans` of reward functions), float64, one
+            value for each sampled token in order of the turns; 0 where there is none. They are not
+            in `rewards`.
         step: the number of the step; fresh tokens are of version `step - 1`.
         normalize: `algorithm.normalize_advantages`.
         measurements: those that `log` has added.
@@ -74,6 +77,7 @@ class EstimatorInputs:
     turn_tokens: torch.Tensor
     turn_versions: torch.Tensor
     turn_states: Sequence[str]
+    token_rewards: Sequence[torch.Tensor]
     step: int = 0
     normalize: bool = False
     measurements: Measurements = field(default_factory=Measurements, compare=False)

@@ -107,10 +107,12 @@ class AlgorithmConfig:
     function's values within their group, before they are weighted and added up; the sum once more
     over all trajectories of the step (GDPO). For adv_type grpo; docs/algorithms.md has the
     formula."""
-    credit: str = key("trajectory", ("trajectory", "turn"))
+    credit: str = key("trajectory", ("trajectory", "turn", "token"))
     """Units compared within a group. trajectory: whole episodes by their reward; each turn has its
     trajectory's advantage. turn: turns of equal number by the rewards from there on; each turn
-    then is a sequence of its own, also in loss_agg_func, gspo and importance_sampling_level."""
+    then is a sequence of its own, also in loss_agg_func, gspo and importance_sampling_level. token:
+    a trajectory's advantage, and for each token that of the rewards by span of text from there on,
+    which reward functions return (`spans`)."""
     turn_discount: float = key(1.0, Limit("lie in [0, 1]", lambda x: 0 <= x <= 1))
     """A reward n turns later counts with this factor to the n-th power in a turn's return."""
     state_advantage_weight: float = key(0.0, NOT_NEGATIVE)

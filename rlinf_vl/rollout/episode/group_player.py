@@ -206,13 +206,18 @@ class GroupPlayer(ABC):
         answers = [episode.scorable_answer(processor) for episode in to_score]
         # Together: a function that compares answers, or a judge that takes many, gets the group.
         scores = await self._score_answers(group.problem, answers)
-        for episode, score in zip(to_score, scores, strict=True):
+        for episode, answer, score in zip(to_score, answers, scores, strict=True):
             for reason in score.ungraded:
                 log.info("%s: no verdict: %s", group.problem.id, reason)
             if score.fault is not None:
                 episode.fault = f"{ENVIRONMENT_FAULT}: the reward function {score.fault}"
                 log.warning("%s: %s", group.problem.id, episode.fault)
             episode.add_score(score)
+            try:
+                episode.add_spans(score.spans, answer.response, processor)
+            except ValueError as error:
+                episode.fault = episode.fault or f"{ENVIRONMENT_FAULT}: a reward function: {error}"
+                log.warning("%s: %s", group.problem.id, episode.fault)
             if episode.ungraded and group.trained and self.settings.mask_ungraded:
                 episode.fault = episode.fault or f"{UNGRADABLE}: {episode.ungraded}"
 

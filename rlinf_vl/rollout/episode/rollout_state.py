@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,7 @@ class RolloutState:
     answer_to_score: str | None = None
     scores: tuple[float | None, ...] = ()  # the values of the reward functions, if they were asked
     environment_reward: float | None = None  # before the reward functions added to it
+    token_rewards: tuple[tuple[int, int, float], ...] = ()  # see `Trajectory.token_rewards`
     teacher_prompt: tuple[int, ...] = ()  # see `Trajectory.teacher_prompt`
     fault: str | None = None  # "kind: reason" why it failed
     penalized: bool = False  # whether it failed and is trained on with the least reward
@@ -189,6 +191,40 @@ class RolloutState:
         )
         self.correct, self.ungraded = score.correct, "; ".join(score.ungraded)
 
+    def add_spans(
+        self, spans: Sequence[tuple[int, int, float]], response: str, processor: Processor
+    ) -> None:
+        """Give the reward of each part of the last answer to the part's last sampled token.
+
+        Args:
+            spans: (start, end, value) in characters of `response`.
+            response: the text that the reward functions have read.
+
+        Raises:
+            ValueError: a span ends behind the response, or the response is not the answer's text.
+        """
+        ids, turn = self.answer, self.turns[-1]
+        if spans and processor.decode(ids) != response:
+            raise ValueError(
+                "it returned spans, but the environment gave reward functions another text than "
+                "the policy's answer"
+            )
+        sampled = np.flatnonzero(self.sequences[turn.sequence].loss_mask[turn.start : turn.end])
+        rewards = []
+        for start, end, value in spans:
+            if end > len(response):
+                raise ValueError(
+                    f"it returned the span ({start}, {end}) of a response of {len(response)} "
+                    "characters"
+                )
+            # The first token with which the text reaches the end of the span.
+            last = bisect.bisect_left(
+                range(1, len(ids)), end, key=lambda n: len(processor.decode(ids[:n]))
+            )
+            index = max(0, int(np.searchsorted(sampled, last, side="right")) - 1)
+            rewards.append((len(self.turns) - 1, index, value))
+        self.token_rewards = tuple(rewards)
+
     def trajectory(self, logprobs: bool, reward_min: float) -> Trajectory:
         """Return the finished trajectory.
 
@@ -241,6 +277,7 @@ class RolloutState:
             scores=self.scores,
             base_reward=base_reward,
             teacher_prompt=self.teacher_prompt,
+            token_rewards=self.token_rewards,
         )
 
 

@@ -158,6 +158,7 @@ def _try_advantage(estimator: Estimator, config: Config) -> None:
         turn_tokens=tokens.clone(),
         turn_versions=torch.zeros(8, dtype=torch.int64),
         turn_states=[""] * 8,
+        token_rewards=[torch.zeros(n) for n in tokens.tolist()],
         step=1,
         normalize=normalize,
     )

@@ -11,6 +11,7 @@ from rlinf_vl.algorithms import (
     discounted_returns,
     gigpo_advantages,
     group_advantages,
+    process_advantages,
     turn_advantages,
 )
 
@@ -194,3 +195,20 @@ def test_wrong_input_is_named():
         gigpo_advantages(one, [0], [0], ["s"], weight=-1.0)
     with pytest.raises(ValueError, match="two groups"):
         gigpo_advantages(torch.zeros(2), [0, 0], [0, 1], ["s", "s"], weight=1.0)
+
+
+def test_rewards_of_tokens_are_normalized_in_their_group_and_summed_from_each_token_on():
+    """By hand: rewards 1, 0 and 0 in one group, one alone in another."""
+    values = torch.tensor([1.0, 0.0, 0.0, 5.0], dtype=torch.float64)
+    found = process_advantages(
+        values,
+        torch.tensor([0, 2, 1, 0]),
+        torch.tensor([0, 0, 1, 2]),
+        [7, 7, 7, 8],
+        torch.tensor([3, 2, 2]),
+        eps=0.0,
+    )
+    high, low = 2 / math.sqrt(3), -1 / math.sqrt(3)  # 2/3 and -1/3 over a deviation of root 1/3
+    expected = [[high + low, low, low], [low, low], [0.0, 0.0]]
+    for got, want in zip(found, expected, strict=True):
+        assert got.tolist() == pytest.approx(want)

@@ -538,3 +538,45 @@ def test_three_arguments_see_what_they_saw():
     assert plan(TURNS, estimator=three).advantages[2] == ((1.0,), (3.5, 3.5))
     by_turn = plan(TURNS, estimator=three, credit="turn").advantages
     assert by_turn[0] == ((3.5, 3.0), (4.25,)), "returns of turns, compared by number"
+
+
+def with_token_rewards(group, *rewards):
+    return changed(group, token_rewards=rewards)
+
+
+PROCESS = [
+    with_token_rewards(TURNS[0], ((0, 1, 1.0), (1, 2, 0.0)), ((0, 0, 0.0),)),
+    TURNS[1],
+    with_token_rewards(TURNS[2], (), ((1, 0, 3.0),)),
+]
+
+
+def test_rewards_of_tokens_add_to_the_advantage_of_their_trajectory():
+    """In two turns of two and three tokens: those up to a reward get it."""
+    settings = {"credit": "token", "normalize_advantages": False}
+    step = plan(PROCESS, **settings)
+    alone = plan(TURNS, normalize_advantages=False)
+    a = alone.advantages[0][0][0]
+    first, second = step.advantages[0]
+    assert [x.tolist() for x in first] == [
+        pytest.approx([a + 1 / 3, a + 1 / 3]),
+        pytest.approx([a - 1 / 3] * 3),
+    ]
+    assert second[0].tolist() == pytest.approx([-a - 1 / 3] + [-a] * 3)
+    assert step.advantages[1] == ((0.0,), (0.0,))
+    # The only reward of a token in its group ties with itself.
+    assert [x.tolist() for x in step.advantages[2][0]] == [[0.25]]
+    with pytest.raises(RunError, match="`spans`.*algorithm.credit=trajectory.*set credit=token"):
+        plan(PROCESS)
+    with pytest.raises(RunError, match="algorithm.credit: token compares.* no reward function"):
+        plan(TURNS, credit="token")
+    seen = []
+    plan(PROCESS, estimator=lambda inputs: seen.extend(inputs.token_rewards) or inputs.rewards)
+    assert [x.tolist() for x in seen] == [[0, 1, 0, 0, 0], [0] * 4, [0], [0, 0, 3, 0]]
+    assert plan([], credit="token").advantages == ()
+
+
+def test_groups_with_different_rewards_of_tokens_do_not_tie():
+    group = summary("a", [1.0, 1.0], [3, 3])
+    assert ties(group) and not ties(with_token_rewards(group, ((0, 0, 1.0),), ((0, 1, 0.0),)))
+    assert ties(with_token_rewards(group, ((0, 0, 1.0),), ((0, 1, 1.0),)))

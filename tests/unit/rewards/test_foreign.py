@@ -177,6 +177,15 @@ def test_what_a_mapping_says():
     assert result_of({"right": 0.75, "form": 0.5, "correct": True}) == Result(
         1.25, {"right": 0.75, "form": 0.5, "correct": 1.0}, True
     )
+    spans = [[0, 4, 1], (4, 9, -0.5)]
+    assert result_of({"score": 1.0, "spans": spans}).spans == ((0, 4, 1.0), (4, 9, -0.5))
+    for wrong, message in (
+        ([(0, 4)], r"spans with \(0, 4\); each is \(start, end, value\)"),
+        ([(4, 4, 1.0)], "0 <= start < end must hold"),
+        ([(0, 4, float("nan"))], "return a finite number"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            result_of({"score": 1.0, "spans": wrong})
     assert result_of(True) == Result(1.0) and result_of(None) == Result(None)
     for wrong in ("1", "right", float("nan"), [1.0], {"pred": "B"}, {}, object()):
         with pytest.raises((TypeError, ValueError), match="it returned"):

@@ -810,6 +810,36 @@ def test_some_of_a_group_see_corrupted_images_and_all_are_trained_on_with_the_cl
     ]
 
 
+def test_rewards_of_spans_become_those_of_their_last_tokens(processor, env_class):
+    """By the second of two answers; a span behind the response, or of another text, is a fault."""
+    text = "12 + 6 = 18"
+    env_class.script = (
+        StepResult((message_of("go on"),), 0.5, False, {}),
+        StepResult((), 0.0, True, {"answer": text}),
+    )
+    spans = [[(0, 6, 0.5), (6, 11, -1.0)], [(0, 12, 1.0)], []]
+
+    async def score(problem, answers):
+        return [Score(1.0, spans=tuple(entry)) for entry in spans]
+
+    player = player_of(processor, Scripted(processor, (text,)), env_class, score_answers=score)
+    group, summary = play(player, 3)
+    graded, behind, plain = group.trajectories
+    turn = graded.turns[1]
+    ids = graded.sequences[turn.sequence].ids[turn.start : turn.end]
+    assert [(number, value) for number, _, value in graded.token_rewards] == [(1, 0.5), (1, -1.0)]
+    for (_, end, _), (_, token, _) in zip(spans[0], graded.token_rewards, strict=True):
+        assert len(processor.decode(ids[:token])) < end <= len(processor.decode(ids[: token + 1]))
+    assert values(summary, "token_rewards") == (graded.token_rewards, (), ())
+    assert pickle.loads(pickle.dumps(group)).trajectories[0].token_rewards == graded.token_rewards
+    assert "the span (0, 12) of a response of 11 characters" in behind.error
+    assert plain.error is None
+    env_class.script = (StepResult((), 0.0, True, {"answer": "another text"}),)
+    group, _ = play(player, 3)
+    assert "another text than the policy's answer" in group.trajectories[0].error
+    assert group.trajectories[2].error is None
+
+
 def test_answers_that_are_left_are_scored_as_a_group_and_added_to_what_was_paid(
     processor, env_class
 ):
