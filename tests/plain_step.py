@@ -588,7 +588,21 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
             [log_ratio[where].mean().expand(len(log_ratio[where])) for where in parts]
         )
     ratio = log_ratio.exp()
-    if layout.loss == "cispo":
+    if layout.loss == "gmpo":  # bounds of log-ratios, 0.2 and 0.28
+        sign = torch.where(adv < 0, -1.0, 1.0)
+        bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-0.2, 0.28))
+        means = [bounded[where].mean().expand(len(bounded[where])) for where in parts]
+        token = -adv * torch.cat(means).exp()
+    elif layout.loss == "dppo_tv":  # bounds of probabilities, and the dual clip's of the ratio
+        moved = logp.detach().exp() - old.exp()
+        valid = torch.where(adv > 0, moved <= 0.28, moved >= -0.2)
+        token = -adv * ratio.detach().clamp(max=3.0) * logp * valid
+    elif layout.loss == "gspo_token":
+        means = [log_ratio[where].mean().expand(len(log_ratio[where])) for where in parts]
+        ratio = torch.cat(means).detach().exp() * (logp - logp.detach()).exp()
+        token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
+        token = torch.where(adv < 0, torch.minimum(token, -adv * 3.0), token)
+    elif layout.loss == "cispo":
         token = -adv * ratio.clamp(0.8, 1.28).detach() * logp
     elif layout.loss == "sapo":
         token = torch.where(

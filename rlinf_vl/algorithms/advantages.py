@@ -17,13 +17,16 @@ def group_advantages(
     *,
     normalize: bool = True,
     leave_one_out: bool = False,
+    weights: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
     """Subtract from each reward a baseline of its group.
 
-    The baseline is the group's mean (GRPO), or the mean of the group's other rewards (RLOO).
+    The baseline is the group's mean (GRPO), or the mean of the group's other rewards (RLOO), or,
+    with `weights` w, the mean weighted by them (OPO).
 
         A_i = r_i - mean = r_i - (Σ_j r_j) / n
+        weights:        A_i = r_i - (Σ_j w_j r_j) / (Σ_j w_j)
         leave_one_out:  A_i = r_i - (Σ_{j≠i} r_j) / (n - 1) = (r_i - mean) · n / (n - 1)
         normalize:      A_i / (std + eps),  std with n - 1
 
@@ -33,6 +36,7 @@ def group_advantages(
         rewards: float `[N]`, finite.
         group_ids: `[N]`, the group of each reward: an integer tensor or any hashable values, in
             any order.
+        weights: `[N]`, > 0; not with `leave_one_out`.
 
     Returns:
         `[N]`, dtype and device of `rewards`.
@@ -63,7 +67,9 @@ def group_advantages(
     values, index = rewards.detach().double(), index.to(rewards.device)
     zeros = values.new_zeros(len(group_numbers))
     count = zeros.index_add(0, index, torch.ones_like(values))
-    centered = values - (zeros.index_add(0, index, values) / count)[index]
+    mass = torch.ones_like(values) if weights is None else weights.to(values)
+    sums, totals = zeros.index_add(0, index, mass * values), zeros.index_add(0, index, mass)
+    centered = values - (sums / totals.clamp(min=_NO_EPS))[index]
     # A group of one has no other rewards. A divisor of 1 keeps NaN out; the tie below makes it 0.
     n_others = (count - 1).clamp(min=1)
     advantages = centered * (count / n_others)[index] if leave_one_out else centered

@@ -141,6 +141,11 @@ LAYOUTS = [
     ),
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="cispo"), id="CISPO"),
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="sapo"), id="SAPO"),
+    pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="gmpo"), id="GMPO"),
+    pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="dppo_tv"), id="DPPO"),
+    pytest.param(
+        replace(BASE, ranks=2, budget=90, minibatches=2, loss="gspo_token"), id="GSPO-token"
+    ),
     pytest.param(replace(BASE, ranks=2, budget=90, adv="reinforce_plus_plus"), id="REINFORCE++"),
 ]
 

@@ -99,8 +99,12 @@ class LossInputs:
 
     def sequence_ratio(self) -> torch.Tensor:
         """Return, for each token, the geometric mean of the ratios of its sequence's tokens."""
-        log_ratio = self.logprobs - self.old_logprobs
+        return self.sequence_mean(self.logprobs - self.old_logprobs)
+
+    def sequence_mean(self, log_ratio: torch.Tensor) -> torch.Tensor:
+        """Return, for each token, the exp of the mean of a log-ratio over its sequence's tokens."""
         # Summed over sequences, not over rows: several stand in one packed row.
+        log_ratio = zero_outside(log_ratio, self.mask)
         index, sums, tokens = segment_sums(log_ratio, self.mask, self.segment_ids, self.n_segments)
         return _capped_exp((sums / tokens.clamp(min=1)).to(log_ratio.dtype)[index])
 

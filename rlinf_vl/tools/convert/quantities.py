@@ -204,7 +204,8 @@ def loss(q: Quantities) -> Iterator[Derived]:
         low, high = 1.0, max(0.0, high - 1)
     yield Derived("algorithm.clip_ratio_low", low)
     yield Derived("algorithm.clip_ratio_high", high)
-    if q.has("clip_dual") and kind in ("actor", "gspo"):  # "plain" is SkyRL's loss without it
+    # "plain" is SkyRL's loss without it.
+    if q.has("clip_dual") and kind in ("actor", "gspo", "dppo_tv", "dppo_kl"):
         yield Derived("algorithm.clip_ratio_c", q.number("clip_dual"), "dual clip")
 
 

@@ -37,7 +37,16 @@ CLIPS = {
     "gspo": {"clip_low": 0.05, "clip_high": 0.1},
     "cispo": {"clip_low": 1.0, "clip_high": 0.5},
     "sapo": {},
+    "dppo_tv": {"clip_low": 0.02, "clip_high": 0.04, "clip_c": 1.5},
+    "dppo_kl": {"clip_low": 0.01, "clip_high": 0.02, "clip_c": 1.5},
+    "geo_mean": {"clip_low": 0.3, "clip_high": 0.4},
+    "gspo_token": {"clip_low": 0.05, "clip_high": 0.1},
 }
+#: Names that differ: theirs → ours, and ours → theirs.
+OUR_NAMES = {"vanilla": "actor", "geo_mean": "gmpo"}
+VERL_NAMES = {"gspo_token": "gspo"}
+#: Losses that only one aggregation belongs to.
+ONE_MODE = ("sapo", "geo_mean")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LONGEST = 10  #: of `seq-mean-token-sum-norm`
 DENOMINATORS = {"token-mean": int(MASK.sum()), "seq-mean-token-mean": len(LENGTHS)}
@@ -59,6 +68,18 @@ THEIRS: dict[tuple[str, str], tuple[float, float]] = {
     ("verl", "cispo seq-mean-token-mean"): (-0.31942248938204426, 0.8201416954213725),
     ("verl", "cispo seq-mean-token-sum-norm"): (-0.13514622077891467, 0.29746501193063174),
     ("verl", "sapo seq-mean-token-mean"): (0.1494496453425459, 0.8167208707199247),
+    ("verl", "dppo_tv token-mean"): (-0.5973601246341751, 0.5174912169776182),
+    ("verl", "dppo_tv seq-mean-token-mean"): (-0.517667448036357, 0.4425582194615935),
+    ("verl", "dppo_tv seq-mean-token-sum-norm"): (-0.252218719289985, 0.21849629161277218),
+    ("verl", "dppo_kl token-mean"): (-0.7271416831278413, 0.5720472500157248),
+    ("verl", "dppo_kl seq-mean-token-mean"): (-0.6143243247743742, 0.4816435119083832),
+    ("verl", "dppo_kl seq-mean-token-sum-norm"): (-0.30701537732064405, 0.24153106111775047),
+    ("verl", "geo_mean seq-mean-token-mean"): (0.07634575633112112, 0.40893540060084865),
+    ("verl", "gspo_token seq-mean-token-mean"): (0.8495715726181224, 1.1509742840284163),
+    ("verl", "opo beta 0.0"): (-38.33333333333334, 3.333333333333333),
+    ("verl", "opo beta 0.1"): (-31.439013558522667, 3.019261464131989),
+    ("verl", "gpg beta 0.0"): (-115.00000000000004, 30.0),
+    ("verl", "gpg beta 0.1"): (-11.317275387374565, 3.0391182164777755),
     ("verl", "grpo beta 0.0"): (-66.39516595700617, 9.999965359073848),
     ("verl", "grpo beta 0.1"): (306.480494363424, 25.179071826732976),
     ("verl", "dr_grpo beta 0.0"): (-38.33333333333334, 3.333333333333333),
@@ -110,8 +131,20 @@ def drawn() -> dict[str, torch.Tensor]:
     }
 
 
-def with_gradient(loss_of: Any) -> tuple[float, float]:
+def drawn_for(kind: str) -> dict[str, torch.Tensor]:
+    """As `drawn`. For a divergence all probabilities are below 1; GSPO-token has advantages of tokens."""
     tensors = drawn()
+    if kind.startswith("dppo"):
+        tensors["old"], tensors["logprobs"] = tensors["old"] - 1.5, tensors["logprobs"] - 1.5
+        assert tensors["logprobs"].max() < 0
+    if kind == "gspo_token":
+        generator = torch.Generator().manual_seed(1)
+        tensors["advantages"] = torch.randn(9, 7, generator=generator, dtype=torch.float64)
+    return tensors
+
+
+def with_gradient(loss_of: Any, kind: str = "") -> tuple[float, float]:
+    tensors = drawn_for(kind)
     logprobs = tensors["logprobs"].requires_grad_()
     loss = loss_of(logprobs, tensors)
     loss.backward()
@@ -130,7 +163,7 @@ def summed(values: torch.Tensor) -> tuple[float, float]:
 
 def our_loss(kind: str, mode: str) -> tuple[float, float]:
     def loss_of(logprobs, t):
-        kind_here = {"vanilla": "actor"}.get(kind, kind)
+        kind_here = OUR_NAMES.get(kind, kind)
         per_token, _ = policy_loss(
             logprobs, t["old"], t["advantages"], MASK, loss_type=kind_here, **CLIPS[kind]
         )
@@ -138,15 +171,13 @@ def our_loss(kind: str, mode: str) -> tuple[float, float]:
             return aggregate(per_token, MASK, None, "seq-mean-token-sum", denominator=9 * LONGEST)
         return aggregate(per_token, MASK, None, mode)
 
-    return with_gradient(loss_of)
+    return with_gradient(loss_of, kind)
 
 
 def our_advantages(kind: str, beta: float) -> tuple[float, float]:
     t = drawn()
     kl = divergence(t["reference"], t["old"], MASK, "k1") * beta
-    kind_here, normalize = {"dr_grpo": ("dr_grpo", False), "rloo": ("rloo", False)}.get(
-        kind, (kind, True)
-    )
+    kind_here, normalize = kind, kind not in ("dr_grpo", "rloo", "opo", "gpg")
     if kind == "reinforce_plus_plus" and beta:
         tokens = (t["rewards"].unsqueeze(1) - kl.flip(1).cumsum(1).flip(1))[MASK]
         count = torch.tensor(float(len(tokens)))
@@ -241,8 +272,15 @@ def verl() -> SimpleNamespace:
         "masked_var",
         "masked_whiten",
     )
-    losses = [f"compute_policy_loss_{kind}" for kind in CLIPS]
-    estimators = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    losses = [f"compute_policy_loss_{kind}" for kind in CLIPS if kind not in VERL_NAMES]
+    estimators = (
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+    )
     estimators = [f"compute_{kind}_outcome_advantage" for kind in estimators]
     given = {"verl_F": masked, "ActorConfig": ActorConfig, "AlgoConfig": type("AlgoConfig", (), {})}
     names = *losses, *estimators, "agg_loss", "kl_penalty_forward"
@@ -268,14 +306,14 @@ def verl_loss(kind: str, mode: str) -> tuple[float, float]:
     info = {"loss_scale_factor": LONGEST} if mode.endswith("norm") else {}
     config = ActorConfig(
         clip_ratio=0.2, clip_ratio_low=clips.get("clip_low"), clip_ratio_high=clips.get("clip_high"),
-        clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05, global_batch_info=info,
+        clip_ratio_c=clips.get("clip_c", 3.0), tau_pos=1.0, tau_neg=1.05, global_batch_info=info,
     )  # fmt: skip
 
     def loss_of(logprobs, t):
-        function = getattr(code, f"compute_policy_loss_{kind}")
+        function = getattr(code, f"compute_policy_loss_{VERL_NAMES.get(kind, kind)}")
         return function(t["old"], logprobs, t["advantages"], MASK.double(), mode, config, None)[0]
 
-    return with_gradient(loss_of)
+    return with_gradient(loss_of, kind)
 
 
 def verl_correction(kind: str, mode: str) -> tuple[float, float]:
@@ -319,7 +357,13 @@ def verl_advantages(kind: str, beta: float) -> tuple[float, float]:
         options["index"] = np.array(GROUPS)
     name = "grpo" if kind == "dr_grpo" else kind
     function = getattr(code, f"compute_{name}_outcome_advantage")
-    return summed(function(rewards, mask, config=SimpleNamespace(gamma=1.0), **options)[0])
+    values = function(rewards, mask, config=SimpleNamespace(gamma=1.0), **options)[0]
+    if kind == "gpg":
+        # Their scale is all trajectories over those whose reward is not 0; the paper's, and ours,
+        # over those of groups that do not tie, which are three or, with a KL, all nine.
+        n_scored = int(torch.count_nonzero(rewards.sum(1)))
+        values = values * n_scored / (9 if beta else 3)
+    return summed(values)
 
 
 def trl_method(name: str) -> ast.FunctionDef:
@@ -423,10 +467,16 @@ TRL = {
     "cispo": ("cispo", "token-mean"),
     "sapo": ("sapo", "seq-mean-token-mean"),
 }
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ESTIMATORS = (
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg",
+)  # fmt: skip
 CASES: dict[tuple[str, str], tuple[Any, Any]] = {}  # → ours, theirs
 for _kind in CLIPS:
-    for _mode in MODES if _kind != "sapo" else MODES[1:2]:
+    if _kind in ONE_MODE or _kind in VERL_NAMES:  # as their function has it, whatever it is told
+        _modes = MODES[1:2]
+    else:
+        _modes = MODES
+    for _mode in _modes:
         CASES["verl", f"{_kind} {_mode}"] = (
             partial(our_loss, _kind, _mode),
             partial(verl_loss, _kind, _mode),
