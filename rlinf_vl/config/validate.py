@@ -337,6 +337,11 @@ def _runner(config: Config) -> Iterator[str]:
             f"{runner.val_check_interval}; make the former a multiple of the latter, and name "
             "data.val_data_paths"
         )
+    if runner.best_metric != "val/accuracy" and not runner.keep_best:
+        yield (
+            f"runner.best_metric: {runner.best_metric} chooses nothing with runner.keep_best=0; set "
+            "keep_best, or leave best_metric out"
+        )
     resume_dir = runner.resume_dir
     if (
         resume_dir not in (None, "auto")

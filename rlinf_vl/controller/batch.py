@@ -18,6 +18,7 @@ from rlinf_vl.controller.step_plan import StepPlan, plan_step
 from rlinf_vl.data.bad_rows import check_faults, no_verdicts
 from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import summarize_rollout
+from rlinf_vl.observe.sets import train_set_metrics
 from rlinf_vl.types import GroupSummary, Reference
 from rlinf_vl.user_code import is_code, load_code
 
@@ -87,6 +88,7 @@ def rollout(
     # Where generation runs ahead, the time waited for it is not the time that it took.
     seconds = selection.seconds or log.timings["time/generate"]
     metrics = selection.metrics | plan.metrics | summarize_rollout(generated, seconds)
+    metrics |= train_set_metrics(generated, config.data.val_group_by)
     return Rollout(
         summaries, groups[:n_trained], plan, scored, to_score, metrics, generated, selection.ledger
     )

@@ -44,7 +44,7 @@ class RunState:
     Attributes:
         sampler: position of the `EpochSampler`.
         open: groups that were requested and are not trained, each the fields of an `OpenGroup`.
-        accuracies: val/accuracy by step.
+        accuracies: by step, the metric of its validation that `runner.best_metric` names.
         first_shares: by kind, of the first validation with that vision control (`seeing.gains`).
         validating: the step's validation has not ended.
         bad_steps: steps in a row up to this one whose gradient was not finite.

@@ -12,6 +12,7 @@ from rlinf_vl.controller.protocols import Pool
 from rlinf_vl.controller.run_log import RunLog
 from rlinf_vl.controller.tasks import make_tasks, store_only
 from rlinf_vl.controller.vision_controls import ControlRun
+from rlinf_vl.errors import RunError, nearest
 from rlinf_vl.observe.metrics import env_metrics, part_metrics
 from rlinf_vl.observe.seeing import (
     control_counts,
@@ -20,6 +21,7 @@ from rlinf_vl.observe.seeing import (
     seeing_metrics,
     shares_by_control,
 )
+from rlinf_vl.observe.sets import val_set_metrics
 from rlinf_vl.rollout.submission import Submission
 from rlinf_vl.types import GroupSummary
 
@@ -44,7 +46,7 @@ class Validator:
     ) -> None:
         """
         Args:
-            accuracies: gets the accuracy of each validation, by step.
+            accuracies: gets the value of `runner.best_metric` of each validation, by step.
             first_shares: as `first` in `seeing_metrics`; filled by the first validation.
         """
         self._config = config
@@ -138,7 +140,7 @@ class Validator:
         n_errors = sum(t.error is not None for t in trajectories)
         n_right = sum(t.correct for t in trajectories)
         lengths = [t.response_tokens for t in trajectories]
-        accuracy = self._accuracies[step] = n_right / max(1, n_problems)
+        accuracy = n_right / max(1, n_problems)
         logger.info(
             "step %d: val/accuracy %.3f on %d problems, %d failed",
             step,
@@ -147,8 +149,9 @@ class Validator:
             n_errors,
         )
         other_metrics = env_metrics(summaries) | part_metrics(summaries)
-        return (
+        metrics: dict[str, float] = (
             self._seeing(summaries, controls)
+            | val_set_metrics(summaries, self._config.data.val_group_by)
             | {"val/" + name: value for name, value in other_metrics.items()}
             | {
                 "val/accuracy": accuracy,
@@ -159,6 +162,19 @@ class Validator:
                 "val/response_length_mean": sum(lengths) / max(1, len(lengths)),
             }
         )
+        self._accuracies[step] = self._best_value(metrics)
+        return metrics
+
+    def _best_value(self, metrics: Mapping[str, float]) -> float:
+        """Return the metric by which `runner.keep_best` chooses; RunError: there is none."""
+        name = self._config.runner.best_metric
+        if name not in metrics:
+            raise RunError(
+                f"runner.best_metric: {name!r} is no metric of the validation at step "
+                f"{self._step}; there are {', '.join(sorted(metrics))};"
+                f"{nearest(name, metrics)}".rstrip(";")
+            )
+        return metrics[name]
 
     def _seeing(
         self, summaries: Sequence[GroupSummary], controls: Mapping[str, Mapping[int, GroupSummary]]

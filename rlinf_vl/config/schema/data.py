@@ -103,6 +103,10 @@ class DataConfig:
     """Problems per training step."""
     val_samples: int = key(-1, OFF_OR_POSITIVE)
     """Validation rows used (the first so many); -1 uses all."""
+    val_group_by: str | None = None
+    """Column with short texts or numbers whose values are the sets: val/SET/accuracy, its mean over
+    the sets (val/accuracy_by_set), train/SET/reward and train/SET/accuracy. null: data_source, if
+    rows have several."""
     sample_val: bool = False
     """In `sft`, also sample an answer to each validation row, by prompt_key, and grade it with the
     reward against answer_key (val/accuracy); false computes val/loss alone."""

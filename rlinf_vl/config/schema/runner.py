@@ -128,8 +128,11 @@ class RunnerConfig:
     keep_last: int = key(2, OFF_OR_POSITIVE)
     """Complete checkpoints kept; older ones are deleted. -1 keeps all."""
     keep_best: int = key(0, NOT_NEGATIVE)
-    """Checkpoints with the highest val/accuracy kept beside the last ones; of steps that are
+    """Checkpoints with the highest best_metric kept beside the last ones; of steps that are
     validated and saved."""
+    best_metric: str = "val/accuracy"
+    """The validation metric by which keep_best chooses, the higher the better: val/accuracy,
+    val/accuracy_by_set, val/SET/accuracy (data.val_group_by), val/reward/PART, …"""
     async_save: bool = True
     """Write checkpoints while training goes on, from a copy in host memory of their size; false
     waits for the disk."""

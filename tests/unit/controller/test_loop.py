@@ -82,6 +82,50 @@ def test_failed_answers_count_in_the_accuracy_of_a_validation(folder):
             assert row["val/problems"] == 8 and row["val/errors"] == 2
 
 
+def test_the_best_checkpoint_is_the_best_by_the_metric_that_is_chosen(folder):
+    """Set a has six of eight rows and is best at step 4, set b has two and is best at step 2."""
+    right = {2: ("b",), 4: ("a",), 6: ()}
+    kept = {}
+    for metric in ("val/accuracy", "val/b/accuracy", "val/accuracy_by_set"):
+        run = FakeRun(
+            folder / metric.replace("/", "-"), "runner.max_steps=6", "runner.keep_last=1", "runner.keep_best=1",
+            "runner.save_interval=2", "runner.val_check_interval=2", "data.val_group_by=source",
+            f"runner.best_metric={metric}",
+        )  # fmt: skip
+        for step, sets in right.items():
+            for k in range(8):
+                name = "a" if k < 6 else "b"
+                reward = float(name in sets or (step == 4 and k == 6))
+                labels = {"source": name}
+                run.pool.changes[f"val-{step}-{k}"] = {"rewards": [reward], "labels": labels}
+        for k in range(8):
+            labels = {"source": "a" if k < 6 else "b"}
+            run.pool.changes[f"val-0-{k}"] = {"rewards": [0.0], "labels": labels}
+        for step in range(1, 7):
+            for k in range(4):
+                labels = {"source": "ab"[k % 2]}
+                run.pool.changes[f"train-{step}-{k}"] = {"labels": labels}
+        run.train()
+        kept[metric] = run.checkpoints()
+        rows = {row["step"]: row for row in run.rows()}
+        assert rows[4]["val/accuracy"] == 7 / 8 and rows[4]["val/accuracy_by_set"] == 0.75
+        assert rows[2]["val/b/accuracy"] == 1.0 and rows[2]["val/a/problems"] == 6
+    assert kept == {
+        "val/accuracy": [4, 6],
+        "val/b/accuracy": [2, 6],
+        "val/accuracy_by_set": [4, 6],
+    }
+    run = FakeRun(
+        folder / "none", "runner.best_metric=val/c/accuracy", "runner.keep_best=1", *EVERY_TWO
+    )
+    with pytest.raises(RunError, match="'val/c/accuracy' is no metric of the validation at step 0"):
+        run.train()
+
+
+#: A validation of each step that is saved.
+EVERY_TWO = ("runner.save_interval=2", "runner.val_check_interval=2")
+
+
 def test_a_run_validates_trains_syncs_saves_and_logs_on_schedule(folder):
     run = FakeRun(folder, "runner.weight_sync_interval=2", "runner.max_steps=5")
     last = run.train()

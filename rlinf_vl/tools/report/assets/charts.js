@@ -10,7 +10,7 @@ function drawCharts({ runs, charts, phases, own_rewards: ownRewards }) {
   const section = document.getElementById("curves");
   const measured = new Set(runs.flatMap((run) => Object.keys(run.metrics)).map((name) => name.match(/^(?:val\/)?env\/(.+)/s)?.[1]).filter(Boolean));
   const about = "What the environment measures: mean over the episodes that gave it.";
-  charts = [...charts, ...partCharts(runs, ownRewards), ...loggedCharts(runs), ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
+  charts = [...charts, ...partCharts(runs, ownRewards), ...loggedCharts(runs), ...setCharts(runs), ...[...measured].sort().map((name) => ({ title: `Environment: ${name}`, about, lines: { [`env/${name}`]: "training", [`val/env/${name}`]: "validation" } }))];
   const lines = charts.flatMap((spec) => Object.keys(spec.lines));
   const shown = ["val/accuracy_error", "val/problems", ...lines, ...lines.map((name) => `${name}_stderr`)];
   const drawn = charts.map((spec) => [spec, linesOf(spec, runs)]).filter(([, lines]) => lines.length);
@@ -57,6 +57,15 @@ function partCharts(runs, own) {
 function loggedCharts(runs) {
   const names = new Set(runs.flatMap((run) => Object.keys(run.metrics)).filter((name) => /^(loss|advantage)\//.test(name)));
   return [...names].sort().map((name) => ({ title: `Logged: ${name}`, about: "Mean over the step of what the loss or the advantage has logged.", lines: { [name]: name.slice(name.indexOf("/") + 1) } }));
+}
+
+/** A chart for each set of rows, in validation and in training. */
+function setCharts(runs) {
+  const names = new Set(runs.flatMap((run) => Object.keys(run.metrics)).map((name) => name.match(/^(?:val|train)\/([^/]+)\/accuracy$/)?.[1]).filter(Boolean));
+  const about = "Share graded correct of the rows of this set. The band is ± one standard error.";
+  const mean = { title: "Accuracy by set", about: "Mean over the sets, and over all rows.", lines: { "val/accuracy_by_set": "mean of sets", "val/accuracy": "mean of rows" } };
+  const sets = [...names].sort().map((name) => ({ title: `Set: ${name}`, about, lines: { [`val/${name}/accuracy`]: "validation", [`train/${name}/accuracy`]: "training", [`train/${name}/reward`]: "training reward" } }));
+  return sets.length ? [mean, ...sets] : [];
 }
 
 /** Whether several values, all finite, are the same in each line, or differ in their last digits. */
