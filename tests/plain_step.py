@@ -77,6 +77,7 @@ class Layout:
     placement: str = "loss"  # of the KL
     papo: tuple[float, float] = (0.0, 0.0)  # weights of the KL and of the two entropies
     teacher: tuple[float, float, int] | None = None  # weights of the KL and of the reward, top_k
+    tis_normalize: str = "none"
     labelled: bool = False  # whether every second group has another teacher
     privileged: bool = False  # whether the teacher sees more of the problem than the policy
 
@@ -384,10 +385,13 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         parts = {(g.id, i): sequences_of(layout, g.trajectories[i]) for g, i in members}
         n_sequences = sum(len(found) for found in parts.values())
         loss = torch.zeros(())
+        normalizes = layout.tis_normalize != "none"
+        means = mean_weights(layout, members, start) if normalizes else {}
         for g, i in members:
             logp = logprobs_of(model, g, i, True)
             teacher = teachers.get(g.labels[LABEL])
             token = token_losses(layout, g, i, advantages[g.id, i], logp, start[g.id, i], teacher)
+            token = token / means.get(g.id, 1.0)
             if any(layout.papo):
                 token = token + perception(layout, model, g, hidden[g.id], i, logp)
             if teacher is not None and layout.teacher[2]:
@@ -559,6 +563,24 @@ def kept_tokens(layout: Layout, g, i: int, train):
         )
         kept.append(stays & bool((own >= (veto or 0.0)).all()))
     return torch.from_numpy(np.concatenate(kept))
+
+
+def mean_weights(layout: Layout, members, start):
+    """By group, the mean weight of its tokens (or sequences), or of all."""
+    found = {}
+    for g, i in members:
+        t = g.trajectories[i]
+        rollout = np.concatenate([s.logprobs[s.loss_mask] for s in t.sequences])
+        gap = start[g.id, i] - torch.from_numpy(rollout)
+        if t.corrupted:
+            gap = torch.zeros_like(gap)
+        if layout.tis_level != "token":
+            whole = {"sequence": torch.sum, "geometric": torch.mean}[layout.tis_level]
+            gap = torch.stack([whole(gap[where]) for where in sequences_of(layout, t)])
+        key = g.id if layout.tis_normalize == "group" else ""
+        found.setdefault(key, []).append(gap.exp().clamp(max=layout.tis_clip))
+    means = {key: torch.cat(weights).double().mean().item() for key, weights in found.items()}
+    return {g.id: means[g.id if layout.tis_normalize == "group" else ""] for g, _ in members}
 
 
 def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):

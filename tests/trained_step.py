@@ -97,6 +97,7 @@ def train(layout: Layout, kind: str):
             importance_sampling_fix=layout.tis_clip is not None,
             importance_sampling_clip=layout.tis_clip or 0.0,
             importance_sampling_level=layout.tis_level,
+            importance_sampling_normalize=layout.tis_normalize,
             recompute_logprobs=layout.old_logprobs,
             rejection=RejectionConfig(*layout.rejection),
             old_policy=layout.old_policy,

@@ -1,6 +1,6 @@
 """Compute the loss of one micro-batch from `algorithm.*`, and its part of the step's metrics."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ def micro_batch_loss(
     denominator: int,
     loss_code: Callable[..., torch.Tensor] | None = None,
     version: int = 0,
+    weight_means: Sequence[float] | None = None,
 ) -> tuple[torch.Tensor, MetricSums]:
     """Return this micro-batch's part of the mini-batch loss (a scalar) and of the metrics.
 
@@ -72,6 +73,7 @@ def micro_batch_loss(
         denominator: the mini-batch's, a count over all its micro-batches and ranks.
         loss_code: the function that `algorithm.loss_type` names where that is code.
         version: of the weights before the first optimizer step.
+        weight_means: by trajectory, what its importance weights are divided by; None: nothing.
 
     Raises:
         RunError: that code fails.
@@ -81,9 +83,7 @@ def micro_batch_loss(
     )
     n_tokens, device = len(logprobs), logprobs.device
     mask = torch.ones(n_tokens, dtype=torch.bool, device=device)
-    sequences = batch.turns if algorithm.turns_are_sequences else batch.trajectories
-    n_segments = int(sequences.max()) + 1 if n_tokens else 0
-    segments: Any = {"segment_ids": on_device(sequences, device), "n_segments": n_segments}
+    segments = segments_of(batch, algorithm, device)
     trainer_logprobs = logprobs.detach() if start_logprobs is None else start_logprobs
     rollout_logprobs, n_compared = _engine_logprobs(batch, trainer_logprobs)
     versions = on_device(batch.versions, device)
@@ -92,6 +92,10 @@ def micro_batch_loss(
         staleness = (version - versions).clamp(min=0)
         ratio_base = _stale_logprobs(logprobs.detach(), rollout_logprobs, staleness, algorithm)
     weights = _engine_correction(ratio_base, rollout_logprobs, mask, algorithm, segments)
+    correction = weights
+    if weights is not None and weight_means is not None:
+        means = torch.tensor(weight_means, dtype=weights.dtype, device=device)
+        correction = weights / means[on_device(batch.trajectories, device)]
     loss_mask, sums = reject(
         trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments
     )
@@ -101,7 +105,7 @@ def micro_batch_loss(
         old_logprobs=ratio_base,
         advantages=guided_advantages(advantages, ratio_base, passes, algorithm),
         mask=loss_mask,
-        weights=weights,
+        weights=correction,
         entropy=entropy,
         start_logprobs=start_logprobs,
         rollout_logprobs=rollout_logprobs,
@@ -125,8 +129,28 @@ def micro_batch_loss(
     loss = aggregate(per_token, loss_mask, mode=mode, denominator=denominator, **segments)
     if n_tokens:
         _add_clip_metrics(sums, inputs, stats)
-        _add_engine_metrics(sums, inputs, n_compared, algorithm.importance_sampling_clip)
+        _add_engine_metrics(sums, inputs, weights, n_compared, algorithm.importance_sampling_clip)
     return loss, sums
+
+
+def segments_of(
+    batch: MicroBatch, algorithm: AlgorithmConfig, device: torch.device
+) -> dict[str, Any]:
+    """Return the sequences of the sampled tokens, by their names in `aggregate`."""
+    sequences = batch.turns if algorithm.turns_are_sequences else batch.trajectories
+    n_segments = int(sequences.max()) + 1 if len(sequences) else 0
+    return {"segment_ids": on_device(sequences, device), "n_segments": n_segments}
+
+
+def engine_weights(
+    batch: MicroBatch, start_logprobs: torch.Tensor, algorithm: AlgorithmConfig
+) -> torch.Tensor | None:
+    """Return the importance weights of a micro-batch's tokens, before they are normalized; None
+    without `algorithm.importance_sampling_fix`."""
+    rollout_logprobs, _ = _engine_logprobs(batch, start_logprobs)
+    mask = torch.ones_like(start_logprobs, dtype=torch.bool)
+    segments = segments_of(batch, algorithm, start_logprobs.device)
+    return _engine_correction(start_logprobs, rollout_logprobs, mask, algorithm, segments)
 
 
 def _engine_logprobs(
@@ -211,8 +235,15 @@ def _add_clip_metrics(
             sums.add(f"actor/{name}", stats[name] * n_trained, n_trained)
 
 
-def _add_engine_metrics(sums: MetricSums, inputs: LossInputs, n_compared: Any, clip: float) -> None:
-    """Add how far the engine's logprobs are from the trainer's, and the weights that correct it."""
+def _add_engine_metrics(
+    sums: MetricSums,
+    inputs: LossInputs,
+    weights: torch.Tensor | None,
+    n_compared: Any,
+    clip: float,
+) -> None:
+    """Add how far the engine's logprobs are from the trainer's, and the weights that correct it,
+    before they are normalized."""
     start_logprobs, rollout_logprobs = inputs.start_logprobs, inputs.rollout_logprobs
     if rollout_logprobs is not None and start_logprobs is not None:
         difference = rollout_logprobs - start_logprobs
@@ -222,7 +253,7 @@ def _add_engine_metrics(sums: MetricSums, inputs: LossInputs, n_compared: Any, c
         sums.add("actor/rollout_train_k3", k3.sum(), n_compared)
         sums.add("actor/rollout_train_abs_diff_mean", difference.abs().sum(), n_compared)
         sums.maximum("actor/rollout_train_abs_diff_max", difference.abs().max())
-    if (weights := inputs.weights) is not None:
+    if weights is not None:
         sums.add("actor/tis_mean", weights.sum(), len(weights))
         sums.add("actor/tis_square", weights.square().sum(), len(weights))
         sums.add("actor/tis_clip_fraction", (weights >= clip).sum(), len(weights))

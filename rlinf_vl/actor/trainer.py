@@ -30,6 +30,7 @@ from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.actor.terms.forwards import Forwards
 from rlinf_vl.actor.terms.reference import reference_logprobs
 from rlinf_vl.actor.terms.teacher import Teacher
+from rlinf_vl.actor.weight_means import weight_means
 from rlinf_vl.algorithms import divergence
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 from rlinf_vl.models.loading import DTYPES, part_of
@@ -226,6 +227,17 @@ class Trainer:
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
+            means: dict[int, float] | None = None
+            if self.algorithm.importance_sampling_normalize != "none":
+                means = weight_means(
+                    self.batches.collate,
+                    mini,
+                    groups,
+                    advantages,
+                    old_logprobs[m],
+                    self.algorithm,
+                    self.mesh,
+                )
             all_inputs = self.forwards.inputs(self.batches, mini, groups, advantages)
             for i, inputs in enumerate(all_inputs):
                 batch, _ = inputs.policy
@@ -249,6 +261,9 @@ class Trainer:
                     mini.denominator,
                     self.loss,
                     version,
+                    None
+                    if means is None
+                    else [means[item.group] for item in mini.micro_batches[i]],
                 )
                 with span("backward", micro_batch=i):
                     # FSDP2 averages gradients; the loss is a sum over ranks.
@@ -323,7 +338,9 @@ class Trainer:
         """
         auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1
         if first is None:
-            first = 0 if self.algorithm.recompute_logprobs == "true" else auto
+            # Mean weights are known before the first micro-batch, so nothing is left to it.
+            of_all = self.algorithm.importance_sampling_normalize != "none"
+            first = 0 if self.algorithm.recompute_logprobs == "true" or of_all else auto
             first = first if needs_start(self.algorithm) else len(minibatches)
         self.policy.eval()
         with torch.no_grad():

@@ -23,6 +23,7 @@ from rlinf_vl.algorithms.corrections import (
     interpolated_logprobs,
     log_ratios,
     rejection_mask,
+    weight_totals,
 )
 from rlinf_vl.algorithms.credit import (
     discounted_returns,
@@ -57,4 +58,5 @@ __all__ = [
     "token_moments",
     "token_normalized",
     "turn_advantages",
+    "weight_totals",
 ]

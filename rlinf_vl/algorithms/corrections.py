@@ -66,6 +66,52 @@ def importance_weights(
 
 
 @torch.no_grad()
+def weight_totals(
+    weights: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    level: str,
+    owners: torch.Tensor,
+    n_owners: int,
+    segment_ids: torch.Tensor | None = None,
+    n_segments: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum and number of each owner's importance weights, to normalize them by a mean.
+
+        w̄ = Σ_t w_t / n over tokens at the level `token`, over sequences at the others
+
+    A weight divided by w̄ has the mean 1 over what w̄ is over: a mini-batch (self-normalized
+    importance sampling), or a group.
+
+    Args:
+        weights, mask, segment_ids, n_segments: see `importance_weights`.
+        level: the level of the weights; a sequence counts once where its tokens share one.
+        owners: int64, of the mask's shape: 0 … n_owners-1, such as the trajectory of each token.
+            The tokens of a sequence have one owner.
+
+    Returns:
+        Sums and counts, float64 `[n_owners]`.
+
+    Raises:
+        ValueError: unknown level, shapes that differ.
+
+    Source: Owen, "Monte Carlo theory, methods and examples" (2013), section 9.2; over a batch,
+    verl's `rollout_is_batch_normalize`.
+    """
+    check_allowed("level", level, IMPORTANCE_LEVELS)
+    check_shapes(mask, weights=weights, owners=owners)
+    values, counted = zero_outside(weights, mask).double(), mask.double()
+    if level != "token":
+        index, _, tokens = segment_sums(values, mask, segment_ids, n_segments)
+        # The share of a token in its sequence, so that the sequence counts once.
+        counted = counted / tokens.clamp(min=1)[index]
+        values = values * counted
+    zeros = values.new_zeros(n_owners)
+    flat = owners.flatten()
+    return zeros.index_add(0, flat, values.flatten()), zeros.index_add(0, flat, counted.flatten())
+
+
+@torch.no_grad()
 def rejection_mask(
     train_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,

@@ -300,6 +300,19 @@ def correction_problems(config: Config) -> Iterator[str]:
             f"the engine's own, so every weight would be 1; {otherwise}, or "
             "importance_sampling_fix=false"
         )
+    if (normalize := algorithm.importance_sampling_normalize) != "none":
+        if not tis:
+            yield (
+                f"algorithm.importance_sampling_normalize: {normalize} normalizes weights that "
+                "there are none of with algorithm.importance_sampling_fix=false; set that true, or "
+                "importance_sampling_normalize=none"
+            )
+        elif old != "start":
+            yield (
+                f"algorithm.importance_sampling_normalize: {normalize} with algorithm.{cause}: the "
+                f"weights change while the mini-batch is trained on; {otherwise}, or "
+                "importance_sampling_normalize=none"
+            )
     if old == "sampler" and (share := algorithm.image_corruption.share):
         yield (
             f"algorithm.image_corruption.share: {share:g} with algorithm.{cause}: the engine's "

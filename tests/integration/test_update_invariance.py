@@ -70,7 +70,7 @@ def references():
                  layout.old_logprobs == "false", layout.dtype, layout.loss, layout.credit,
                  layout.discount, layout.state_weight, layout.family, layout.lora, layout.quantization, layout.replay,
                  layout.balance, str(layout.sizes), layout.adv, layout.placement, layout.papo, layout.teacher,
-                 layout.labelled, layout.privileged, kind)  # fmt: skip
+                 layout.labelled, layout.privileged, layout.tis_normalize, kind)  # fmt: skip
         if plain not in cache:
             cache[plain] = plain_reference(layout, kind)
         return cache[plain]
@@ -142,6 +142,13 @@ LAYOUTS = [
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="cispo"), id="CISPO"),
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="sapo"), id="SAPO"),
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="gmpo"), id="GMPO"),
+    pytest.param(
+        replace(BASE, ranks=2, budget=60, minibatches=2, tis_normalize="batch"), id="mean weights"
+    ),
+    pytest.param(
+        replace(BASE, ranks=2, budget=60, tis_level="sequence", tis_normalize="group"),
+        id="mean weights of groups",
+    ),
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="dppo_tv"), id="DPPO"),
     pytest.param(
         replace(BASE, ranks=2, budget=90, minibatches=2, loss="gspo_token"), id="GSPO-token"

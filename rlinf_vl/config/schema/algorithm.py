@@ -157,6 +157,9 @@ class AlgorithmConfig:
     """Upper bound of those weights."""
     importance_sampling_level: str = key("token", ("token", "sequence", "geometric"))
     """token, sequence (product over the response) or geometric (its per-token mean)."""
+    importance_sampling_normalize: str = key("none", ("none", "batch", "group"))
+    """Divide those weights by their mean: over the mini-batch, or over each group; over tokens, or
+    over sequences where a sequence has one weight. It needs a pass for all old logprobs."""
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
     image_corruption: ImageCorruptionConfig = field(default_factory=ImageCorruptionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

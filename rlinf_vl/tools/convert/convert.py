@@ -480,6 +480,8 @@ def _fit_corrections(conversion: Conversion) -> None:
     if value("algorithm.importance_sampling_fix"):
         if is_truncated:
             change("algorithm.importance_sampling_fix", False, "can't correct for top_p or top_k")
+            if value("algorithm.importance_sampling_normalize") != "none":
+                change("algorithm.importance_sampling_normalize", "none", "there are no weights")
         elif not value("rollout.return_logprobs"):
             change("rollout.return_logprobs", True, "importance_sampling_fix needs them")
         if value("algorithm.recompute_logprobs") == "false":

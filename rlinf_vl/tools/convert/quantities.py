@@ -268,6 +268,8 @@ def correction(q: Quantities) -> Iterator[Derived]:
     yield Derived("algorithm.importance_sampling_fix", bool(level), note)
     if level:
         yield Derived("algorithm.importance_sampling_level", str(level))
+        if q("tis_normalize", False):
+            yield Derived("algorithm.importance_sampling_normalize", "batch")
         clip = (
             "tis_sequence_clip" if level != "token" and q.has("tis_sequence_clip") else "tis_clip"
         )

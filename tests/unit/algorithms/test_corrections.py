@@ -10,6 +10,7 @@ from rlinf_vl.algorithms import (
     importance_weights,
     interpolated_logprobs,
     rejection_mask,
+    weight_totals,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -193,3 +194,17 @@ def test_old_logprobs_between_the_sampler_and_the_trainer():
     )
     old = interpolated_logprobs(train, rollout, torch.tensor([0, 1, 3]))
     assert old.tolist() == [-1.0, -1.5, -1.75] and not old.requires_grad
+
+
+def test_sums_and_numbers_of_weights_by_owner():
+    """Two sequences of owner 0, the first of two tokens, and one of owner 1; masked weights count nowhere."""
+    weights = torch.tensor([2.0, 4.0, 1.0, 5.0, float("nan")])
+    mask = torch.tensor([True, True, True, True, False])
+    owners, segments = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 2, 2])
+    options = {"owners": owners, "n_owners": 3, "segment_ids": segments, "n_segments": 3}
+    totals, counts = weight_totals(weights, mask, level="token", **options)
+    assert totals.tolist() == [7, 5, 0] and counts.tolist() == [3, 1, 0]
+    totals, counts = weight_totals(weights, mask, level="sequence", **options)
+    assert totals.tolist() == [3 + 1, 5, 0] and counts.tolist() == [2, 1, 0]
+    with pytest.raises(ValueError, match="level must be one of token, sequence, geometric"):
+        weight_totals(weights, mask, level="turn", **options)

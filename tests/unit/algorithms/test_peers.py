@@ -26,6 +26,7 @@ from rlinf_vl.algorithms import (
     policy_loss,
     rejection_mask,
     token_moments,
+    weight_totals,
 )
 
 PEERS = os.environ.get("RLINF_VL_PEERS")
@@ -67,6 +68,16 @@ THEIRS: dict[tuple[str, str], tuple[float, float]] = {
     ("verl", "cispo token-mean"): (-0.3200831544763769, 0.7045223966778119),
     ("verl", "cispo seq-mean-token-mean"): (-0.31942248938204426, 0.8201416954213725),
     ("verl", "cispo seq-mean-token-sum-norm"): (-0.13514622077891467, 0.29746501193063174),
+    ("verl", "token weights of mean 1 token-mean"): (0.30833968333725603, 0.40374326084180445),
+    ("verl", "token weights of mean 1 seq-mean-token-mean"): (
+        0.054781494831695116,
+        0.3570222678977985,
+    ),
+    ("verl", "sequence weights of mean 1 token-mean"): (0.05972440989553243, 0.305261752347105),
+    ("verl", "sequence weights of mean 1 seq-mean-token-mean"): (
+        -0.10574095466497378,
+        0.2976412178996921,
+    ),
     ("verl", "sapo seq-mean-token-mean"): (0.1494496453425459, 0.8167208707199247),
     ("verl", "dppo_tv token-mean"): (-0.5973601246341751, 0.5174912169776182),
     ("verl", "dppo_tv seq-mean-token-mean"): (-0.517667448036357, 0.4425582194615935),
@@ -219,7 +230,10 @@ CORRECTED: dict[str, tuple[Any, Any]] = {
     "MIS": (("sequence", 2.0), ("sequence", 0.5, 2.0)),
     "MIS, not truncated": (("sequence", math.inf), ("sequence", 0.5, 4.0)),
     "IcePop": (("token", math.inf), ("token", 0.5, 1.6)),
+    "token weights of mean 1": (("token", 1.2), None),
+    "sequence weights of mean 1": (("sequence", 2.0), None),
 }
+MEAN_1 = " of mean 1"
 
 
 def our_correction(kind: str, mode: str) -> tuple[float, float]:
@@ -230,6 +244,11 @@ def our_correction(kind: str, mode: str) -> tuple[float, float]:
         pair, w, kept = (t["old"], t["reference"]), None, MASK
         if weights:
             w = importance_weights(*pair, MASK, level=weights[0], clip=weights[1])
+            if kind.endswith(MEAN_1):
+                owners = torch.zeros(MASK.shape, dtype=torch.int64)
+                total, n = weight_totals(w, MASK, level=weights[0], owners=owners, n_owners=1)
+                assert abs(total / n - 1) > 0.01
+                w = w * n / total
         if rejection:
             level, low, high = rejection
             kept = rejection_mask(*pair, MASK, level=level, low=low, high=high)
@@ -330,7 +349,9 @@ def verl_correction(kind: str, mode: str) -> tuple[float, float]:
             level, threshold = weights
             if kind == "IcePop":
                 threshold = f"{rejection[1]}_{rejection[2]}"
-            w, _ = code.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+            w, _ = code.compute_rollout_correction_weights(
+                log_ratio, mask, level, threshold, kind.endswith(MEAN_1)
+            )
         if rejection and kind != "IcePop":
             option = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[
                 rejection[0]
