@@ -385,12 +385,23 @@ def plain_reference(layout: Layout, kind: str = "mixed", nudge: int | None = Non
         parts = {(g.id, i): sequences_of(layout, g.trajectories[i]) for g, i in members}
         n_sequences = sum(len(found) for found in parts.values())
         loss = torch.zeros(())
+        chooses = layout.loss in COVARIANCE
+        chosen = chosen_tokens(layout, members, advantages, start) if chooses else {}
         normalizes = layout.tis_normalize != "none"
         means = mean_weights(layout, members, start) if normalizes else {}
         for g, i in members:
             logp = logprobs_of(model, g, i, True)
             teacher = teachers.get(g.labels[LABEL])
-            token = token_losses(layout, g, i, advantages[g.id, i], logp, start[g.id, i], teacher)
+            token = token_losses(
+                layout,
+                g,
+                i,
+                advantages[g.id, i],
+                logp,
+                start[g.id, i],
+                teacher,
+                chosen.get((g.id, i)),
+            )
             token = token / means.get(g.id, 1.0)
             if any(layout.papo):
                 token = token + perception(layout, model, g, hidden[g.id], i, logp)
@@ -583,7 +594,27 @@ def mean_weights(layout: Layout, members, start):
     return {g.id: means[g.id if layout.tis_normalize == "group" else ""] for g, _ in members}
 
 
-def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
+#: Clip-Cov's and KL-Cov's share of a mini-batch's tokens, and Clip-Cov's bounds, which choose some of these few.
+COVARIANCE = {"kl_cov": {"SHARE": 0.2}, "clip_cov": {"SHARE": 1.0, "LOW": 0.05, "HIGH": 0.6}}
+
+
+def chosen_tokens(layout: Layout, members, advantages, start):
+    """By trajectory, the tokens that a loss chooses by their covariance among all of a mini-batch."""
+    cov = {}
+    flat = [torch.as_tensor(advantages[g.id, i]).expand(len(start[g.id, i])) for g, i in members]
+    mean_a = torch.cat(flat).double().mean()
+    mean_l = torch.cat([start[g.id, i] for g, i in members]).double().mean()
+    for (g, i), adv in zip(members, flat, strict=True):
+        cov[g.id, i] = (adv.double() - mean_a) * (start[g.id, i].double() - mean_l)
+    settings = COVARIANCE[layout.loss]
+    if layout.loss == "clip_cov":
+        return {key: (x > settings["LOW"]) & (x < settings["HIGH"]) for key, x in cov.items()}
+    values = torch.cat(list(cov.values())).sort(descending=True).values
+    least = values[max(1, int(settings["SHARE"] * len(values))) - 1]
+    return {key: x >= least for key, x in cov.items()}
+
+
+def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None, chosen=None):
     """Policy losses of a trajectory's sampled tokens, by the formulas in docs/algorithms.md and docs/credit.md."""
     sampled = [sequence.logprobs[sequence.loss_mask] for sequence in g.trajectories[i].sequences]
     rollout = torch.from_numpy(np.concatenate(sampled))
@@ -624,6 +655,8 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
         ratio = torch.cat(means).detach().exp() * (logp - logp.detach()).exp()
         token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
         token = torch.where(adv < 0, torch.minimum(token, -adv * 3.0), token)
+    elif layout.loss == "kl_cov":
+        token = -adv * ratio + (logp - old).abs() * chosen
     elif layout.loss == "cispo":
         token = -adv * ratio.clamp(0.8, 1.28).detach() * logp
     elif layout.loss == "sapo":
@@ -635,6 +668,9 @@ def token_losses(layout: Layout, g, i: int, adv, logp, start, teacher=None):
     else:
         token = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.28))
         token = torch.where(adv < 0, torch.minimum(token, -adv * 3.0), token)
+    if layout.loss == "clip_cov":
+        is_clipped = -adv * ratio.clamp(0.8, 1.28) > -adv * ratio  # such a token stays as it is
+        token = token * ~(chosen & ~is_clipped)
     if layout.tis_clip is None:
         return token
     gap = old - rollout

@@ -1,5 +1,6 @@
 """One training step of a `Trainer` as a `Layout` says, on ranks that are processes of their own: real FSDP2 over gloo."""
 
+import importlib
 from functools import partial
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from adapters import adapter_values
 from plain_step import (
+    COVARIANCE,
     LABEL,
     LONGEST,
     LR,
@@ -68,6 +70,8 @@ def train(layout: Layout, kind: str):
     from rlinf_vl.config.schema.algorithm import RejectionConfig
     from rlinf_vl.controller.step_plan import plan_step, with_kl
 
+    for name, value in COVARIANCE.get(layout.loss, {}).items():
+        setattr(importlib.import_module(f"rlinf_vl.algorithms.losses.{layout.loss}"), name, value)
     meshes.ONE_UNIT = 2**24 if layout.one_unit else 0
     mesh = meshes.Mesh.make(
         "cpu", context=layout.context, shard=layout.shard, experts=layout.experts

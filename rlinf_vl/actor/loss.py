@@ -14,7 +14,7 @@ from rlinf_vl.algorithms import (
     importance_weights,
     interpolated_logprobs,
 )
-from rlinf_vl.algorithms.losses import LossInputs, formula_of, weighted_loss
+from rlinf_vl.algorithms.losses import LossInputs, MiniBatchTokens, formula_of, weighted_loss
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.errors import RunError
 from rlinf_vl.models.transfer import on_device
@@ -61,6 +61,7 @@ def micro_batch_loss(
     loss_code: Callable[..., torch.Tensor] | None = None,
     version: int = 0,
     weight_means: Sequence[float] | None = None,
+    minibatch: MiniBatchTokens | None = None,
 ) -> tuple[torch.Tensor, MetricSums]:
     """Return this micro-batch's part of the mini-batch loss (a scalar) and of the metrics.
 
@@ -73,6 +74,7 @@ def micro_batch_loss(
         denominator: the mini-batch's, a count over all its micro-batches and ranks.
         loss_code: the function that `algorithm.loss_type` names where that is code.
         version: of the weights before the first optimizer step.
+        minibatch: all tokens of the mini-batch, if the loss asks for them.
         weight_means: by trajectory, what its importance weights are divided by; None: nothing.
 
     Raises:
@@ -114,6 +116,7 @@ def micro_batch_loss(
         versions=versions,
         version=version,
         columns=_Columns(batch.columns, device),
+        minibatch=minibatch,
         **_bounds(algorithm),
         **segments,
     )

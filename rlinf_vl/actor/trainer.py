@@ -25,6 +25,7 @@ from rlinf_vl.actor.expert_sharding import check_policy
 from rlinf_vl.actor.gradients import clip_gradient
 from rlinf_vl.actor.loss import micro_batch_loss, needs_start
 from rlinf_vl.actor.mesh import Mesh, reduce_in_backward, reshard_all, whole_tensors
+from rlinf_vl.actor.minibatch_tokens import minibatch_tokens
 from rlinf_vl.actor.offload import Offload
 from rlinf_vl.actor.optimizer import make_optimizer, make_scheduler
 from rlinf_vl.actor.terms.forwards import Forwards
@@ -32,6 +33,7 @@ from rlinf_vl.actor.terms.reference import reference_logprobs
 from rlinf_vl.actor.terms.teacher import Teacher
 from rlinf_vl.actor.weight_means import weight_means
 from rlinf_vl.algorithms import divergence
+from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 from rlinf_vl.models.loading import DTYPES, part_of
 from rlinf_vl.models.lora import engine_weights, is_adapter, train_parts, with_adapter
@@ -167,6 +169,12 @@ class Trainer:
         return self.mesh.shard(policy, fsdp).train(not frozen)
 
     @property
+    def _needs_minibatch(self) -> bool:
+        """Whether the loss reads all tokens of its mini-batch."""
+        loss = built_ins("losses").get(self.algorithm.loss_type)
+        return loss is not None and loss.needs_minibatch
+
+    @property
     def _checkpointing_mode(self) -> str:
         """The mode of activation checkpointing; `auto` that no ledger has settled is the safe one."""
         mode = self.actor.fsdp_config.gradient_checkpointing
@@ -238,6 +246,11 @@ class Trainer:
                     self.algorithm,
                     self.mesh,
                 )
+            tokens = None
+            if self._needs_minibatch:
+                tokens = minibatch_tokens(
+                    self.batches.collate, mini, groups, advantages, old_logprobs[m], self.mesh
+                )
             all_inputs = self.forwards.inputs(self.batches, mini, groups, advantages)
             for i, inputs in enumerate(all_inputs):
                 batch, _ = inputs.policy
@@ -264,6 +277,7 @@ class Trainer:
                     None
                     if means is None
                     else [means[item.group] for item in mini.micro_batches[i]],
+                    tokens,
                 )
                 with span("backward", micro_batch=i):
                     # FSDP2 averages gradients; the loss is a sum over ranks.
@@ -338,10 +352,10 @@ class Trainer:
         """
         auto = 0 if self.actor.model.is_lora and self.actor.model.lora.dropout else 1
         if first is None:
-            # Mean weights are known before the first micro-batch, so nothing is left to it.
-            of_all = self.algorithm.importance_sampling_normalize != "none"
+            # Known before the first micro-batch, so nothing is left to its own forward.
+            of_all = self.algorithm.importance_sampling_normalize != "none" or self._needs_minibatch
             first = 0 if self.algorithm.recompute_logprobs == "true" or of_all else auto
-            first = first if needs_start(self.algorithm) else len(minibatches)
+            first = first if of_all or needs_start(self.algorithm) else len(minibatches)
         self.policy.eval()
         with torch.no_grad():
             old_logprobs: list[list[torch.Tensor]] = []

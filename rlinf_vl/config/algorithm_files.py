@@ -22,6 +22,7 @@ class BuiltIn:
     clips: tuple[str, ...] = ()
     needs_groups: bool = False
     compares_states: bool = False
+    needs_minibatch: bool = False
 
 
 @cache

@@ -142,6 +142,8 @@ LAYOUTS = [
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="cispo"), id="CISPO"),
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="sapo"), id="SAPO"),
     pytest.param(replace(BASE, ranks=2, budget=90, minibatches=2, loss="gmpo"), id="GMPO"),
+    pytest.param(replace(BASE, ranks=2, budget=60, minibatches=2, loss="kl_cov"), id="KL-Cov"),
+    pytest.param(replace(BASE, ranks=2, budget=60, minibatches=2, loss="clip_cov"), id="Clip-Cov"),
     pytest.param(
         replace(BASE, ranks=2, budget=60, minibatches=2, tis_normalize="batch"), id="mean weights"
     ),

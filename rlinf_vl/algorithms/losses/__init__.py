@@ -6,6 +6,7 @@ A file has, in this order:
   docs/algorithms.md shows formula and source (`docs/generate_algorithm_tables.py`);
 - `DEFAULTS`: the keys of `algorithm` that the loss sets where they are null, from its paper;
 - `CLIPS`: the keys `algorithm.clip_ratio_*` that it reads; setting another one is refused;
+- `NEEDS_MINIBATCH`: True if it reads `LossInputs.minibatch`;
 - `loss(inputs)`: the formula, from `LossInputs` to the loss of each token.
 
 Its name in `algorithm.loss_type` is the file's.
@@ -25,6 +26,35 @@ from rlinf_vl.algorithms.divergence import MAX_LOG_RATIO, divergence
 from rlinf_vl.algorithms.measurements import Measurements
 
 LOSS_TYPES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchTokens:
+    """All sampled tokens of a mini-batch, over its micro-batches and ranks, in no order.
+
+    Attributes:
+        advantages: float32 `[n]`.
+        start_logprobs: float32 `[n]`, of the weights before the step's first optimizer step.
+        rollout_logprobs: float32 `[n]`, of the engine; those of the start if it gave none.
+    """
+
+    advantages: torch.Tensor
+    start_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+
+    def covariances(self) -> torch.Tensor:
+        """Return (A - mean A)(log π - mean log π) of each token, float64 `[n]`."""
+        return self.covariances_of(self.advantages, self.start_logprobs)
+
+    def covariances_of(self, advantages: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+        """Return the same of some tokens, by the means over the mini-batch."""
+        mean_advantage = self.advantages.double().mean()
+        mean_logprob = self.start_logprobs.double().mean()
+        return (advantages.double() - mean_advantage) * (logprobs.double() - mean_logprob)
+
+    def numbers(self) -> torch.Tensor:
+        """Return a number of each token for a draw, int64 `[n]`, >= 0: see `_draw_numbers`."""
+        return _draw_numbers(self.rollout_logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +82,7 @@ class LossInputs:
         version: of the weights before the step.
         columns: further values of each token by name, `[T, …]` (`TokenSequence.columns`).
         clip_low, clip_high, clip_c: `algorithm.clip_ratio_low` and so on.
+        minibatch: all tokens of the mini-batch, for losses with `NEEDS_MINIBATCH`.
         measurements: those that `log` has added.
     """
 
@@ -73,7 +104,26 @@ class LossInputs:
     clip_low: float | None = None
     clip_high: float | None = None
     clip_c: float | None = None
+    minibatch: MiniBatchTokens | None = None
     measurements: Measurements = field(default_factory=Measurements, compare=False)
+
+    def start(self) -> torch.Tensor:
+        """Return the logprobs of the weights before the step; the old ones where they are unknown."""
+        return self.old_logprobs if self.start_logprobs is None else self.start_logprobs
+
+    def minibatch_tokens(self) -> MiniBatchTokens:
+        """Return all tokens of the mini-batch; those of the call inside the mask if that is all."""
+        if self.minibatch is not None:
+            return self.minibatch
+        rollout = self.start() if self.rollout_logprobs is None else self.rollout_logprobs
+        return MiniBatchTokens(
+            self.advantages[self.mask], self.start()[self.mask], rollout[self.mask]
+        )
+
+    def draw_numbers(self) -> torch.Tensor:
+        """Return each token's number in `MiniBatchTokens.numbers`."""
+        rollout = self.rollout_logprobs
+        return _draw_numbers(self.start() if rollout is None else rollout)
 
     def log(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Log the mean of a value over the step's tokens as the metric `loss/NAME`.
@@ -294,6 +344,15 @@ def _zero_outside_mask(inputs: LossInputs) -> LossInputs:
             values = values if attribute.name in ("logprobs", "entropy") else values.detach()
             zeroed[attribute.name] = zero_outside(values, inputs.mask)
     return replace(inputs, **zeroed)
+
+
+def _draw_numbers(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return pseudo-random numbers that follow from the bits of float32 logprobs, int64 >= 0."""
+    bits = logprobs.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    # Two rounds of multiplication and shift spread the low bits over the high ones.
+    for factor in (0x45D9F3B, 0x2545F491):
+        bits = ((bits ^ (bits >> 16)) * factor) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
 
 
 def _capped_exp(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,7 @@ def loss(q: Quantities) -> Iterator[Derived]:
         yield Derived(
             "algorithm.entropy_bonus", q.number("entropy_coef") if q("entropy_on", True) else 0.0
         )
-    if kind == "sapo":  # SAPO has a soft gate instead of a clip
+    if kind in ("sapo", "kl_cov"):  # a soft gate, or a price, instead of a clip
         return
     epsilon = q.number("clip_eps", 0.2)  # the bound of both sides, unless a side has its own
     low = q.number("clip_low", epsilon)
@@ -205,7 +205,7 @@ def loss(q: Quantities) -> Iterator[Derived]:
     yield Derived("algorithm.clip_ratio_low", low)
     yield Derived("algorithm.clip_ratio_high", high)
     # "plain" is SkyRL's loss without it.
-    if q.has("clip_dual") and kind in ("actor", "gspo", "dppo_tv", "dppo_kl"):
+    if q.has("clip_dual") and kind in ("actor", "gspo", "dppo_tv", "dppo_kl", "clip_cov"):
         yield Derived("algorithm.clip_ratio_c", q.number("clip_dual"), "dual clip")
 
 

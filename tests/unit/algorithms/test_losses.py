@@ -1,12 +1,19 @@
 """The clipped policy loss: closed forms, a loop, analytic gradients, statistics, and micro-batches = the whole."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
 from rlinf_vl.algorithms import AGGREGATION_MODES, LossInputs, aggregate, policy_loss
-from rlinf_vl.algorithms.losses import LOSS_TYPES, TokenLoss, formula_of, weighted_loss
+from rlinf_vl.algorithms.losses import (
+    LOSS_TYPES,
+    MiniBatchTokens,
+    TokenLoss,
+    formula_of,
+    weighted_loss,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -99,7 +106,7 @@ def test_one_token_a_sequence_makes_the_levels_equal():
     torch.testing.assert_close(sequence, token)
     with pytest.raises(
         ValueError,
-        match="loss_type must be one of actor, cispo, .*, gspo, gspo_token, sapo; got 'ppo'",
+        match="loss_type must be one of actor, cispo, .*, gspo, gspo_token, .*sapo; got 'ppo'",
     ):
         policy_loss(logprobs, old, advantages, mask, **clips, loss_type="ppo")
 
@@ -429,3 +436,37 @@ def test_what_a_loss_logs_is_a_sum_and_a_count():
     ):
         with pytest.raises(ValueError, match=message):
             inputs.log(name, values, mask)
+
+
+@pytest.mark.parametrize("cuts", [(), (7,), (1, 30, 31)])
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_a_choice_among_all_tokens_of_a_mini_batch_does_not_depend_on_packing(
+    monkeypatch, name, cuts
+):
+    generator = torch.Generator().manual_seed(4)
+    advantages, start = (torch.randn(60, generator=generator) for _ in range(2))
+    start = -start.abs()
+    logprobs, rollout = start + 0.01, start - 0.02
+    file = importlib.import_module(f"rlinf_vl.algorithms.losses.{name}")
+    monkeypatch.setattr(file, "SHARE", 0.1)
+    if name == "clip_cov":
+        monkeypatch.setattr(file, "LOW", -1.0)
+    order = torch.randperm(60, generator=generator)
+    whole = MiniBatchTokens(advantages[order], start[order], rollout[order])
+    chosen = []
+    for first, end in zip((0, *cuts), (*cuts, 60), strict=True):
+        part = slice(first, end)
+        inputs = LossInputs(
+            logprobs=logprobs[part], old_logprobs=start[part], advantages=advantages[part],
+            mask=torch.ones(end - first, dtype=torch.bool), start_logprobs=start[part],
+            rollout_logprobs=rollout[part], clip_low=0.2, clip_high=0.2, minibatch=whole,
+        )  # fmt: skip
+        plain = -inputs.advantages * inputs.ratio()
+        chosen += (file.loss(inputs).loss != plain).tolist()
+    assert sum(chosen) == 6
+    covariance = (advantages - advantages.mean()) * (start - start.mean())
+    if name == "kl_cov":
+        assert torch.tensor(chosen)[covariance.topk(6).indices].all()
+    else:
+        among = (covariance > -1) & (covariance < 5)
+        assert among.sum() > 12 and among[torch.tensor(chosen)].all()

@@ -5,6 +5,7 @@ RLINF_VL_PEERS=FOLDER. Their functions are taken out of their files, so that non
 """
 
 import ast
+import importlib
 import math
 import os
 from collections import defaultdict
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from rlinf_vl.algorithms import (
+    LossInputs,
     advantages,
     aggregate,
     decoupled_advantages,
@@ -28,6 +30,7 @@ from rlinf_vl.algorithms import (
     token_moments,
     weight_totals,
 )
+from rlinf_vl.algorithms.losses import weighted_loss
 
 PEERS = os.environ.get("RLINF_VL_PEERS")
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2]
@@ -42,10 +45,14 @@ CLIPS = {
     "dppo_kl": {"clip_low": 0.01, "clip_high": 0.02, "clip_c": 1.5},
     "geo_mean": {"clip_low": 0.3, "clip_high": 0.4},
     "gspo_token": {"clip_low": 0.05, "clip_high": 0.1},
+    "clip_cov": {"clip_low": 0.2, "clip_high": 0.28},
+    "kl_cov": {},
 }
 #: Names that differ: theirs → ours, and ours → theirs.
 OUR_NAMES = {"vanilla": "actor", "geo_mean": "gmpo"}
 VERL_NAMES = {"gspo_token": "gspo"}
+#: Of the losses that choose tokens by their covariance: their share, and Clip-Cov's bounds.
+COVARIANCE = {"clip_cov": (1.0, 0.1, 0.6), "kl_cov": (0.2,)}
 #: Losses that only one aggregation belongs to.
 ONE_MODE = ("sapo", "geo_mean")
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -78,6 +85,12 @@ THEIRS: dict[tuple[str, str], tuple[float, float]] = {
         -0.10574095466497378,
         0.2976412178996921,
     ),
+    ("verl", "clip_cov token-mean"): (0.3205957360477109, 0.37243980544643496),
+    ("verl", "clip_cov seq-mean-token-mean"): (0.11305666652368439, 0.33338675310928095),
+    ("verl", "clip_cov seq-mean-token-sum-norm"): (0.13536264410903348, 0.15725236229960587),
+    ("verl", "kl_cov token-mean"): (0.3674815564366477, 0.6700014805195298),
+    ("verl", "kl_cov seq-mean-token-mean"): (0.11112673217227817, 0.7539799261499938),
+    ("verl", "kl_cov seq-mean-token-sum-norm"): (0.15515887938436235, 0.2828895139971348),
     ("verl", "sapo seq-mean-token-mean"): (0.1494496453425459, 0.8167208707199247),
     ("verl", "dppo_tv token-mean"): (-0.5973601246341751, 0.5174912169776182),
     ("verl", "dppo_tv seq-mean-token-mean"): (-0.517667448036357, 0.4425582194615935),
@@ -175,14 +188,36 @@ def summed(values: torch.Tensor) -> tuple[float, float]:
 def our_loss(kind: str, mode: str) -> tuple[float, float]:
     def loss_of(logprobs, t):
         kind_here = OUR_NAMES.get(kind, kind)
-        per_token, _ = policy_loss(
-            logprobs, t["old"], t["advantages"], MASK, loss_type=kind_here, **CLIPS[kind]
-        )
+        if kind in COVARIANCE:
+            per_token = chosen_by_covariance(kind, logprobs, t)
+        else:
+            per_token, _ = policy_loss(
+                logprobs, t["old"], t["advantages"], MASK, loss_type=kind_here, **CLIPS[kind]
+            )
         if mode == "seq-mean-token-sum-norm":
             return aggregate(per_token, MASK, None, "seq-mean-token-sum", denominator=9 * LONGEST)
         return aggregate(per_token, MASK, None, mode)
 
     return with_gradient(loss_of, kind)
+
+
+def chosen_by_covariance(kind: str, logprobs, t) -> torch.Tensor:
+    """Our loss per token, with the share and bounds of `COVARIANCE`; theirs takes the current logprobs as those of the start."""
+    inputs = LossInputs(
+        logprobs=logprobs, old_logprobs=t["old"], advantages=t["advantages"], mask=MASK,
+        start_logprobs=logprobs.detach(), **CLIPS[kind],
+    )  # fmt: skip
+    file = importlib.import_module(f"rlinf_vl.algorithms.losses.{kind}")
+    names = ("SHARE", "LOW", "HIGH")[: len(COVARIANCE[kind])]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(names, COVARIANCE[kind], strict=True):
+            patch.setattr(file, name, value)
+        per_token, _ = weighted_loss(inputs, file.loss)
+        plain, _ = policy_loss(
+            logprobs, t["old"], t["advantages"], MASK, clip_low=9.0, clip_high=9.0
+        )
+        assert (per_token != plain)[MASK].any()
+    return per_token
 
 
 def our_advantages(kind: str, beta: float) -> tuple[float, float]:
@@ -326,6 +361,10 @@ def verl_loss(kind: str, mode: str) -> tuple[float, float]:
     config = ActorConfig(
         clip_ratio=0.2, clip_ratio_low=clips.get("clip_low"), clip_ratio_high=clips.get("clip_high"),
         clip_ratio_c=clips.get("clip_c", 3.0), tau_pos=1.0, tau_neg=1.05, global_batch_info=info,
+        policy_loss=SimpleNamespace(
+            clip_cov_ratio=COVARIANCE["clip_cov"][0], clip_cov_lb=COVARIANCE["clip_cov"][1],
+            clip_cov_ub=COVARIANCE["clip_cov"][2], kl_cov_ratio=COVARIANCE["kl_cov"][0], ppo_kl_coef=1.0,
+        ),
     )  # fmt: skip
 
     def loss_of(logprobs, t):
