@@ -1,4 +1,4 @@
-"""`rlinf-vl new experiment|env|agent|reward NAME`: write a commented template of a user's own file."""
+"""`rlinf-vl new KIND NAME`: write a commented template of a user's own file, of one of `KINDS`."""
 
 import argparse
 import keyword
@@ -36,6 +36,16 @@ KINDS = {
         "reward.py.jinja",
         "try it:  rlinf-vl check-reward {path}:{name}\n"
         "use it:  rlinf-vl train toy-grpo-cpu 'reward.functions=[{{function: {path}:{name}}}]'",
+    ),
+    "loss": Kind(
+        "loss.py.jinja",
+        "try it:  rlinf-vl train toy-grpo-cpu algorithm.loss_type={path}:{name} --check\n"
+        "use it:  rlinf-vl train toy-grpo-cpu algorithm.loss_type={path}:{name}",
+    ),
+    "estimator": Kind(
+        "estimator.py.jinja",
+        "try it:  rlinf-vl train toy-grpo-cpu algorithm.adv_type={path}:{name} --check\n"
+        "use it:  rlinf-vl train toy-grpo-cpu algorithm.adv_type={path}:{name}",
     ),
 }
 

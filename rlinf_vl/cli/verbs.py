@@ -143,7 +143,8 @@ VERBS = {
     ),
     "new": Verb(
         "rlinf_vl.cli.new:main",
-        "write a commented template of your own experiment, environment, agent or reward",
+        "write a commented template of your own experiment, environment, agent, reward, loss or "
+        "estimator",
         "rlinf_vl.cli.arguments:new",
     ),
     "completion": Verb(

@@ -164,10 +164,19 @@ class LossInputs:
         Raises:
             ValueError: a bound is missing or negative.
         """
+        low, high = self.bounds()
+        return ratio.clamp(1 - low, 1 + high)
+
+    def bounds(self) -> tuple[float, float]:
+        """Return clip_low and clip_high.
+
+        Raises:
+            ValueError: a bound is missing or negative.
+        """
         low, high = self.clip_low, self.clip_high
         if low is None or high is None or not (low >= 0 and high >= 0):
             raise ValueError(f"clip_low and clip_high must be >= 0, got {low} and {high}")
-        return ratio.clamp(1 - low, 1 + high)
+        return low, high
 
 
 @dataclass(frozen=True, slots=True)

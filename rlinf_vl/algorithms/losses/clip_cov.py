@@ -30,8 +30,10 @@ def loss(inputs: LossInputs) -> TokenLoss:
     numbers = numbers[(covariances > LOW) & (covariances < HIGH)]
     n_dropped = min(len(numbers), max(1, int(SHARE * len(covariances))))
     highest = torch.topk(numbers, n_dropped, largest=False).values[-1] if n_dropped else -1
-    own = tokens.covariances_of(inputs.advantages, inputs.start())
-    dropped = (own > LOW) & (own < HIGH) & (inputs.draw_numbers() <= highest)
+    call_covariances = tokens.covariances_of(inputs.advantages, inputs.start())
+    dropped = (
+        (call_covariances > LOW) & (call_covariances < HIGH) & (inputs.draw_numbers() <= highest)
+    )
     assert result.clipped is not None
     dropped = dropped & ~result.clipped
     return TokenLoss(result.loss * ~dropped, result.ratio, result.clipped | dropped, result.capped)

@@ -21,8 +21,7 @@ def loss(inputs: LossInputs) -> TokenLoss:
     logprobs, old_logprobs = inputs.logprobs.detach(), inputs.old_logprobs
     new, old = logprobs.exp(), old_logprobs.exp()
     # 1e-8 keeps the probability of the other tokens away from 0.
-    rest = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
-    kl = old * (old_logprobs - logprobs) + (1 - old) * rest
-    return within(
-        inputs, (kl <= inputs.clip_high) | (new <= old), (kl <= inputs.clip_low) | (new >= old)
-    )
+    log_ratio_of_others = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+    kl = old * (old_logprobs - logprobs) + (1 - old) * log_ratio_of_others
+    low, high = inputs.bounds()
+    return within(inputs, (kl <= high) | (new <= old), (kl <= low) | (new >= old))

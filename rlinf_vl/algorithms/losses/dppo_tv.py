@@ -19,18 +19,14 @@ CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 def loss(inputs: LossInputs) -> TokenLoss:
+    low, high = inputs.bounds()
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
-    return within(inputs, moved <= inputs.clip_high, moved >= -inputs.clip_low)
+    return within(inputs, moved <= high, moved >= -low)
 
 
 def within(inputs: LossInputs, may_rise: torch.Tensor, may_fall: torch.Tensor) -> TokenLoss:
-    """Return the loss of DPPO, given whether a token's probability may still rise, and fall.
-
-    Raises:
-        ValueError: a bound is missing or negative.
-    """
+    """Return the loss of DPPO, given whether a token's probability may still rise, and fall."""
     ratio = inputs.ratio()
-    inputs.clipped(ratio)  # checks the bounds
     valid = torch.where(inputs.advantages > 0, may_rise, may_fall)
     truncated = ratio.detach() if inputs.clip_c is None else ratio.detach().clamp(max=inputs.clip_c)
     loss = -inputs.advantages * truncated * inputs.logprobs * valid

@@ -23,9 +23,8 @@ CLIPS = ("clip_ratio_low", "clip_ratio_high")
 
 def loss(inputs: LossInputs) -> TokenLoss:
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    inputs.clipped(log_ratio)  # checks the bounds
-    upper = log_ratio.clamp(max=inputs.clip_high)
-    lower = log_ratio.clamp(min=-inputs.clip_low)
+    low, high = inputs.bounds()
+    upper, lower = log_ratio.clamp(max=high), log_ratio.clamp(min=-low)
     clipped = torch.where(inputs.advantages < 0, lower, upper)
     ratio = inputs.sequence_mean(clipped)
     return TokenLoss(-inputs.advantages * ratio, ratio, clipped != log_ratio)

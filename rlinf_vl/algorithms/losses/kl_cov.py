@@ -26,7 +26,7 @@ def loss(inputs: LossInputs) -> TokenLoss:
     covariances = tokens.covariances()
     ratio = inputs.ratio()
     k = min(len(covariances), max(1, int(SHARE * len(covariances))))
-    least = torch.topk(covariances, k).values[-1] if k else torch.inf
-    priced = tokens.covariances_of(inputs.advantages, inputs.start()) >= least
+    lowest_chosen = torch.topk(covariances, k).values[-1] if k else torch.inf
+    priced = tokens.covariances_of(inputs.advantages, inputs.start()) >= lowest_chosen
     price = WEIGHT * (inputs.logprobs - inputs.old_logprobs).abs()
     return TokenLoss(-inputs.advantages * ratio + price * priced, ratio)

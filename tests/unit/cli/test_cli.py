@@ -119,6 +119,26 @@ def test_a_new_reward_scores(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("kind", "key", "printed"),
+    [
+        # ratios 1 and e^0.5, clipped at 1.2; a clipped token has no gradient
+        ("loss", "algorithm.loss_type", "[-1.0, -1.2000000476837158] [-1.0, 0.0]"),
+        ("estimator", "algorithm.adv_type", "tensor([ 0.7071, -0.3536], dtype=torch.float64)"),
+    ],
+)
+def test_a_new_loss_and_estimator_run(capsys, tmp_path, monkeypatch, kind, key, printed):
+    monkeypatch.chdir(tmp_path)
+    _, text, _ = said(capsys, "new", kind, "mine")
+    assert f"{key}=mine.py:mine" in text
+    output = subprocess.run(
+        [sys.executable, "mine.py"], capture_output=True, text=True, check=True
+    ).stdout
+    assert output.strip() == printed
+    assert said(capsys, "train", "toy-grpo-cpu", f"{key}=mine.py:mine", "--check")[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("rlinf-vl prefl", {"preflight"}),
