@@ -94,10 +94,6 @@ def micro_batch_loss(
         staleness = (version - versions).clamp(min=0)
         ratio_base = _stale_logprobs(logprobs.detach(), rollout_logprobs, staleness, algorithm)
     weights = _engine_correction(ratio_base, rollout_logprobs, mask, algorithm, segments)
-    correction = weights
-    if weights is not None and weight_means is not None:
-        means = torch.tensor(weight_means, dtype=weights.dtype, device=device)
-        correction = weights / means[on_device(batch.trajectories, device)]
     loss_mask, sums = reject(
         trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments
     )
@@ -107,7 +103,7 @@ def micro_batch_loss(
         old_logprobs=ratio_base,
         advantages=guided_advantages(advantages, ratio_base, passes, algorithm),
         mask=loss_mask,
-        weights=correction,
+        weights=_normalized(weights, weight_means, batch),
         entropy=entropy,
         start_logprobs=start_logprobs,
         rollout_logprobs=rollout_logprobs,
@@ -134,6 +130,16 @@ def micro_batch_loss(
         _add_clip_metrics(sums, inputs, stats)
         _add_engine_metrics(sums, inputs, weights, n_compared, algorithm.importance_sampling_clip)
     return loss, sums
+
+
+def _normalized(
+    weights: torch.Tensor | None, weight_means: Sequence[float] | None, batch: MicroBatch
+) -> torch.Tensor | None:
+    """Return the importance weights, divided by the means of their trajectories, if there are any."""
+    if weights is None or weight_means is None:
+        return weights
+    means = torch.tensor(weight_means, dtype=weights.dtype, device=weights.device)
+    return weights / means[on_device(batch.trajectories, weights.device)]
 
 
 def segments_of(

@@ -15,27 +15,24 @@ import torch
 from rlinf_vl.actor.batch_types import RankMiniBatch, TurnKl
 from rlinf_vl.algorithms import (
     advantages,
-    decoupled_advantages,
     discounted_returns,
     gigpo_advantages,
-    process_advantages,
     turn_advantages,
 )
 from rlinf_vl.algorithms.estimators import (
     Estimator,
-    EstimatorInputs,
     estimated,
     takes_inputs,
     token_kl_of,
 )
 from rlinf_vl.algorithms.measurements import Measurements
 from rlinf_vl.config.schema import AlgorithmConfig
+from rlinf_vl.controller.turns import Advantages, Turns, as_double, reward_parts, trainable
 from rlinf_vl.errors import RunError
-from rlinf_vl.packing.planner import Item, plan_micro_batches
-from rlinf_vl.types import GroupSummary, Prices, TrajectorySummary, TurnAdvantages
+from rlinf_vl.packing.planner import Item, Plan, plan_micro_batches
+from rlinf_vl.types import GroupSummary, Prices
 
 Result = TypeVar("Result")
-Advantages = tuple[tuple[TurnAdvantages, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +50,6 @@ class StepPlan:
     advantages: Advantages
     metrics: dict[str, float]
     kl_scale: float = 0.0
-
-
-def trainable(summary: GroupSummary, without_cut: bool = False) -> list[int]:
-    """Return the trajectories of a group that are compared, and carry loss: those without an error
-    and with at least one sampled token; `without_cut`: nor any that max_new_tokens has cut."""
-    return [
-        i
-        for i, trajectory in enumerate(summary.trajectories)
-        if trajectory.error is None
-        and trajectory.response_tokens > 0
-        and not (without_cut and trajectory.status == "length")
-    ]
 
 
 def ties(summary: GroupSummary, reward_weights: Sequence[float] | None = None) -> bool:
@@ -86,25 +71,6 @@ def ties(summary: GroupSummary, reward_weights: Sequence[float] | None = None) -
 def _is_tied(values: Sequence[float]) -> bool:
     """Return whether the values of a reward function, NaN where it gave none, are all equal."""
     return len({value for value in values if not math.isnan(value)}) < 2
-
-
-def reward_parts(
-    trajectory: TrajectorySummary, reward_weights: Sequence[float]
-) -> tuple[float, ...]:
-    """Return the rewards of a trajectory that GDPO normalizes: one of each reward function, and
-    `base_reward`.
-
-    NaN stands for a function that gave no value, was not asked, or weighs 0. A penalized
-    trajectory counts as one that every function scored 0.
-    """
-    scores = trajectory.scores
-    if not scores:
-        scores = (0.0 if trajectory.penalized else None,) * len(reward_weights)
-    values = [
-        math.nan if score is None or not weight else score
-        for score, weight in zip(scores, reward_weights, strict=True)
-    ]
-    return (*values, trajectory.base_reward)
 
 
 def overlong_penalty(tokens: int, algorithm: AlgorithmConfig) -> float:
@@ -147,15 +113,12 @@ def advantages_of(
     discount, normalize = algorithm.turn_discount, bool(algorithm.normalize_advantages)
     kind, kl_scale = estimator or algorithm.adv_type, 0.0
     token_kl = token_kl_of(kind) if kl is not None else None
-    turns = _Turns(summaries)
+    turns = Turns(summaries)
     sees_all = estimator is not None and takes_inputs(estimator)
-    if turns.token_rewards and algorithm.credit != "token" and not sees_all:
-        raise RunError(
-            "reward.functions: one returned rewards by span (`spans`), which "
-            f"algorithm.credit={algorithm.credit} does not use; set credit=token, or return no spans"
-        )
+    if not sees_all:
+        turns.check_token_rewards(algorithm.credit)
     kl_sums = turns.kl_sums(kl)
-    penalties = _double([overlong_penalty(n, algorithm) for n in turns.tokens.tolist()])
+    penalties = as_double([overlong_penalty(n, algorithm) for n in turns.tokens.tolist()])
     if token_kl is None:
         penalties = penalties + algorithm.kl_beta * kl_sums[:, 0]
     rewards, totals = turns.rewards - penalties, turns.totals(penalties)
@@ -205,181 +168,6 @@ def advantages_of(
         groups, lengths = turns.groups_of_trajectories, turns.lengths_of_trajectories
         values = compare(totals, groups, tokens=lengths)[turns.numbers]
     return turns.by_group(values, summaries), kl_scale
-
-
-class _Turns:
-    """The turns of the trajectories that carry loss, in flat lists and tensors.
-
-    Attributes:
-        trajectories: (group, index) of each turn's trajectory.
-        groups: of each turn.
-        numbers: int64, of each turn's trajectory, counted from 0 over all that carry loss.
-        tokens: int64, sampled in each turn.
-        token_rewards: (trajectory, token, value) of each reward of a token; the trajectory by
-            `numbers`, the token counted in it from 0 on.
-        rewards: float64, of each turn.
-    """
-
-    def __init__(self, summaries: Sequence[GroupSummary]) -> None:
-        self._groups = summaries
-        self._summaries = {
-            (g, i): summary.trajectories[i]
-            for g, summary in enumerate(summaries)
-            for i in trainable(summary)
-        }
-        self._turns = [(g, i, k) for (g, i), t in self._summaries.items() for k in range(t.turns)]
-        self.trajectories = [(g, i) for g, i, _ in self._turns]
-        self.groups = [g for g, _, _ in self._turns]
-        numbers = {trajectory: n for n, trajectory in enumerate(self._summaries)}
-        self.numbers = _whole([numbers[trajectory] for trajectory in self.trajectories])
-        self.tokens = _whole([self._summaries[g, i].turn_tokens[k] for g, i, k in self._turns])
-        self.rewards = _double([self._summaries[g, i].turn_rewards[k] for g, i, k in self._turns])
-        self.groups_of_trajectories = [g for g, _ in self._summaries]
-        self.lengths_of_trajectories = _whole(
-            [trajectory.response_tokens for trajectory in self._summaries.values()]
-        )
-
-        self.token_rewards = [
-            (n, sum(trajectory.turn_tokens[:turn]) + index, value)
-            for n, trajectory in enumerate(self._summaries.values())
-            for turn, index, value in trajectory.token_rewards
-        ]
-
-    def token_advantages(
-        self, of_trajectories: torch.Tensor, compare: Callable[..., torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Return for each turn the advantages of its tokens: those of the trajectories, and of the
-        rewards of single tokens; RunError: no token has a reward."""
-        if len(of_trajectories) and not self.token_rewards:
-            raise RunError(
-                "algorithm.credit: token compares rewards by span of text, but no reward function "
-                "returned any (`spans` beside its score); return them, or set credit=trajectory"
-            )
-        trajectories = _whole([n for n, _, _ in self.token_rewards])
-        by_trajectory = process_advantages(
-            _double([value for _, _, value in self.token_rewards]),
-            _whole([token for _, token, _ in self.token_rewards]),
-            trajectories,
-            [self.groups_of_trajectories[n] for n in trajectories.tolist()],
-            self.lengths_of_trajectories,
-            # A reward of a token is compared as what one token was paid.
-            compare=partial(compare, tokens=torch.ones_like(trajectories)),
-        )
-        totals = of_trajectories.repeat_interleave(self.lengths_of_trajectories)
-        if not len(totals):
-            return ()
-        return (torch.cat(by_trajectory) + totals).split(self.tokens.tolist())
-
-    def kl_sums(self, kl: TurnKl | None) -> torch.Tensor:
-        """Return the sums of KL of each turn, float64 [turns, 3], 0 without a KL."""
-        sums = [kl[g, i][k] if kl else (0.0,) * 3 for g, i, k in self._turns]
-        return _double(sums).reshape(-1, 3)
-
-    def totals(self, penalties: torch.Tensor) -> torch.Tensor:
-        """Return the reward of each trajectory, less the penalties of its turns."""
-        totals = _double([trajectory.reward for trajectory in self._summaries.values()])
-        return totals - torch.zeros_like(totals).index_add(0, self.numbers, penalties)
-
-    def estimator_inputs(
-        self, rewards: torch.Tensor, totals: torch.Tensor, step: int, normalize: bool
-    ) -> EstimatorInputs:
-        """Return the inputs of a user's estimator.
-
-        Args:
-            rewards, totals: float64, of each turn and of each trajectory, less penalties.
-        """
-        trajectories = list(self._summaries.values())
-        groups = [self._groups[g] for g in self.groups_of_trajectories]
-        names = sorted({name for t in trajectories for name in t.reward_parts})
-        number_of_group = {g: n for n, g in enumerate(dict.fromkeys(self.groups_of_trajectories))}
-        versions = [
-            self._summaries[g, i].turn_versions[k] if self._summaries[g, i].turn_versions else -1
-            for g, i, k in self._turns
-        ]
-        states = [self._summaries[g, i].turn_states for g, i, _ in self._turns]
-        return EstimatorInputs(
-            rewards=totals.clone(),
-            group_ids=_whole([number_of_group[g] for g in self.groups_of_trajectories]),
-            problem_ids=[group.problem_id for group in groups],
-            tokens=self.lengths_of_trajectories.clone(),
-            parts={
-                name: _double([t.reward_parts.get(name, math.nan) for t in trajectories])
-                for name in names
-            },
-            columns=[group.labels for group in groups],
-            statuses=[t.status for t in trajectories],
-            correct=torch.tensor([t.correct for t in trajectories], dtype=torch.bool),
-            turn_trajectories=self.numbers.clone(),
-            turn_rewards=rewards.clone(),
-            turn_tokens=self.tokens.clone(),
-            turn_versions=_whole(versions),
-            turn_states=[
-                names_of_turns[k] if names_of_turns else ""
-                for names_of_turns, (_, _, k) in zip(states, self._turns, strict=True)
-            ],
-            token_rewards=self._rewards_of_tokens(),
-            step=step,
-            normalize=normalize,
-        )
-
-    def _rewards_of_tokens(self) -> Sequence[torch.Tensor]:
-        """Return the reward of each token of each trajectory, float64; 0 without one."""
-        lengths = self.lengths_of_trajectories
-        rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
-        for n, token, value in self.token_rewards:
-            rewards[int(lengths[:n].sum()) + token] += value
-        return rewards.split(lengths.tolist())
-
-    def states(self, weight: float) -> list[str | None]:
-        """Return the state that each turn answers to; RunError: no turn has one."""
-        states = [self._summaries[g, i].turn_states[k] or None for g, i, k in self._turns]
-        if states and not any(states):
-            raise RunError(
-                f"algorithm.state_advantage_weight: {weight:g} compares turns that answer to the "
-                "same state, but the environment names none (`state` in StepResult.info); name "
-                "them there, or set it 0"
-            )
-        return states
-
-    def decoupled_advantages(self, reward_weights: Sequence[float]) -> torch.Tensor:
-        """Return the advantage of each turn where each reward is normalized by itself (GDPO)."""
-        parts = [reward_parts(t, reward_weights) for t in self._summaries.values()]
-        return decoupled_advantages(
-            _double(parts).reshape(len(parts), len(reward_weights) + 1),
-            _double([*reward_weights, 1.0]),
-            self.groups_of_trajectories,
-        )[self.numbers]
-
-    def by_group(
-        self, values: torch.Tensor | Sequence[torch.Tensor], summaries: Sequence[GroupSummary]
-    ) -> Advantages:
-        """Return the values by group, trajectory and turn; 0 where none carries loss.
-
-        Args:
-            values: of each turn a number, or those of its tokens.
-        """
-        by_turn: list[Any] = (
-            values.tolist()
-            if isinstance(values, torch.Tensor)
-            else [tokens.float().numpy() for tokens in values]
-        )
-        value_of_turn = dict(zip(self._turns, by_turn, strict=True))
-        groups = []
-        for g, summary in enumerate(summaries):
-            rows = []
-            for i, trajectory in enumerate(summary.trajectories):
-                turns = range(trajectory.turns)
-                rows.append(tuple(value_of_turn.get((g, i, k), 0.0) for k in turns))
-            groups.append(tuple(rows))
-        return tuple(groups)
-
-
-def _whole(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def _double(values: Sequence[Any]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _estimated(
@@ -486,6 +274,23 @@ def plan_step(
             )
         )
         plans.append(plan)
+    metrics = _plan_metrics(plans, summaries, algorithm)
+    logged = Measurements()
+    step_advantages, _ = advantages_of(
+        summaries,
+        algorithm,
+        estimator=estimator,
+        reward_weights=reward_weights,
+        step=step,
+        measurements=logged,
+    )
+    return StepPlan(tuple(minibatches), step_advantages, metrics | logged_metrics(logged))
+
+
+def _plan_metrics(
+    plans: Sequence[Plan], summaries: Sequence[GroupSummary], algorithm: AlgorithmConfig
+) -> dict[str, float]:
+    """Return the metrics of packing, and of what changes rewards."""
     metrics = {}
     for name in ("fill", "imbalance", "repeated"):
         metrics[f"packing/{name}"] = float(np.mean([getattr(plan, name) for plan in plans]))
@@ -497,16 +302,7 @@ def plan_step(
         metrics["reward/overlong_penalty"] = float(
             np.mean([overlong_penalty(n, algorithm) for n in turns] or [0.0])
         )
-    logged = Measurements()
-    step_advantages, _ = advantages_of(
-        summaries,
-        algorithm,
-        estimator=estimator,
-        reward_weights=reward_weights,
-        step=step,
-        measurements=logged,
-    )
-    return StepPlan(tuple(minibatches), step_advantages, metrics | logged_metrics(logged))
+    return metrics
 
 
 def with_kl(
