@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageDraw
 from unit.observe.branches import make_branches
 from unit.observe.conversations import make_conversations
-from unit.observe.test_report import HOSTILE, make_run
+from unit.report.test_report import HOSTILE, make_run
 from whole_run import LOCAL, Run
 
 from rlinf_vl.data.clips import clip_ref

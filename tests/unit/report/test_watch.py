@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from unit.observe.conversations import make_conversations
-from unit.observe.test_report import HOSTILE
+from unit.report.test_report import HOSTILE
 
 from rlinf_vl.tools.report import watch as watch_module
 from rlinf_vl.tools.report.watch import Curve, RunPage, watch
