@@ -80,9 +80,7 @@ def micro_batch_loss(
     Raises:
         RunError: that code fails.
     """
-    assert start_logprobs is not None or not needs_start(algorithm), (
-        "no pass was made with the weights of the start"
-    )
+    assert start_logprobs is not None or not needs_start(algorithm), "no forward with the start's"
     n_tokens, device = len(logprobs), logprobs.device
     mask = torch.ones(n_tokens, dtype=torch.bool, device=device)
     segments = segments_of(batch, algorithm, device)
@@ -91,8 +89,9 @@ def micro_batch_loss(
     versions = on_device(batch.versions, device)
     ratio_base = trainer_logprobs
     if algorithm.old_policy != "start":
-        staleness = (version - versions).clamp(min=0)
-        ratio_base = _stale_logprobs(logprobs.detach(), rollout_logprobs, staleness, algorithm)
+        ratio_base = _stale_logprobs(
+            logprobs.detach(), rollout_logprobs, (version - versions).clamp(min=0), algorithm
+        )
     weights = _engine_correction(ratio_base, rollout_logprobs, mask, algorithm, segments)
     loss_mask, sums = reject(
         trainer_logprobs, rollout_logprobs, mask, algorithm.rejection, **segments

@@ -33,6 +33,7 @@ from rlinf_vl.actor.terms.reference import reference_logprobs
 from rlinf_vl.actor.terms.teacher import Teacher
 from rlinf_vl.actor.weight_means import weight_means
 from rlinf_vl.algorithms import divergence
+from rlinf_vl.algorithms.losses import MiniBatchTokens
 from rlinf_vl.config.algorithm_files import built_ins
 from rlinf_vl.config.schema import ActorConfig, AlgorithmConfig
 from rlinf_vl.models.loading import DTYPES, part_of
@@ -235,22 +236,7 @@ class Trainer:
         gathers_once = self.mesh.gathers_once(self.actor.fsdp_config)
         for m, mini in enumerate(minibatches):
             load, balance = self._expert_load(), self._balance(groups, mini, advantages)
-            means: dict[int, float] | None = None
-            if self.algorithm.importance_sampling_normalize != "none":
-                means = weight_means(
-                    self.batches.collate,
-                    mini,
-                    groups,
-                    advantages,
-                    old_logprobs[m],
-                    self.algorithm,
-                    self.mesh,
-                )
-            tokens = None
-            if self._needs_minibatch:
-                tokens = minibatch_tokens(
-                    self.batches.collate, mini, groups, advantages, old_logprobs[m], self.mesh
-                )
+            means, tokens = self._minibatch_values(groups, mini, advantages, old_logprobs[m])
             all_inputs = self.forwards.inputs(self.batches, mini, groups, advantages)
             for i, inputs in enumerate(all_inputs):
                 batch, _ = inputs.policy
@@ -274,9 +260,7 @@ class Trainer:
                     mini.denominator,
                     self.loss,
                     version,
-                    None
-                    if means is None
-                    else [means[item.group] for item in mini.micro_batches[i]],
+                    [means[item.group] for item in mini.micro_batches[i]] if means else None,
                     tokens,
                 )
                 with span("backward", micro_batch=i):
@@ -364,6 +348,26 @@ class Trainer:
                 old_logprobs.append([self.policy(batch, features)[0] for batch, features in inputs])
         self.policy.train()
         return old_logprobs
+
+    def _minibatch_values(
+        self,
+        groups: Groups,
+        mini: RankMiniBatch,
+        advantages: Advantages,
+        start_logprobs: Sequence[torch.Tensor],
+    ) -> tuple[dict[int, float], MiniBatchTokens | None]:
+        """Return `weight_means` and `minibatch_tokens`; ({}, None) where the loss needs neither.
+
+        Collective.
+        """
+        collate, means, tokens = self.batches.collate, dict[int, float](), None
+        if self.algorithm.importance_sampling_normalize != "none":
+            means = weight_means(
+                collate, mini, groups, advantages, start_logprobs, self.algorithm, self.mesh
+            )
+        if self._needs_minibatch:
+            tokens = minibatch_tokens(collate, mini, groups, advantages, start_logprobs, self.mesh)
+        return means, tokens
 
     def _expert_load(self) -> ExpertLoad | None:
         """Make empty counters of how busy the experts are; None for a model without experts."""

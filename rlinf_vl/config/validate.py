@@ -326,6 +326,20 @@ def _runner(config: Config) -> Iterator[str]:
             f"runner.output_dir: {runner.output_dir!r} is no folder on a disk, which a run's files "
             "need; checkpoints alone may go to a URL: set runner.checkpoint_dir"
         )
+    yield from _best_checkpoints(config)
+    resume_dir = runner.resume_dir
+    if (
+        resume_dir not in (None, "auto")
+        and "://" not in resume_dir
+        and not os.path.isdir(resume_dir)
+    ):
+        why = why_absent(resume_dir)
+        hint = "give a checkpoint's path, a run's folder (its newest checkpoint), auto or null"
+        yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; {hint}"
+
+
+def _best_checkpoints(config: Config) -> Iterator[str]:
+    runner = config.runner
     # A step is ranked by its own validation, so it must have one when it is saved.
     scored = (
         runner.save_interval > 0 and runner.val_check_interval > 0 and config.data.val_data_paths
@@ -342,15 +356,6 @@ def _runner(config: Config) -> Iterator[str]:
             f"runner.best_metric: {runner.best_metric} chooses nothing with runner.keep_best=0; set "
             "keep_best, or leave best_metric out"
         )
-    resume_dir = runner.resume_dir
-    if (
-        resume_dir not in (None, "auto")
-        and "://" not in resume_dir
-        and not os.path.isdir(resume_dir)
-    ):
-        why = why_absent(resume_dir)
-        hint = "give a checkpoint's path, a run's folder (its newest checkpoint), auto or null"
-        yield f"runner.resume_dir: no folder {runner.resume_dir!r}{why}; {hint}"
 
 
 def _trackers(config: Config) -> Iterator[str]:

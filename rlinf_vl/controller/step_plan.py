@@ -147,27 +147,46 @@ def advantages_of(
         values = _called(estimator, lambda: estimated(estimator, inputs)) if len(totals) else totals
         if measurements is not None:
             measurements |= inputs.measurements
-    elif algorithm.credit == "token":
-        groups, lengths = turns.groups_of_trajectories, turns.lengths_of_trajectories
-        values = turns.token_advantages(compare(totals, groups, tokens=lengths), compare)
-    elif algorithm.credit == "turn":
-        values = turn_advantages(
-            rewards, turns.trajectories, turns.groups, discount=discount, compare=compare
+    else:
+        values = _by_credit(turns, rewards, totals, algorithm, compare)
+    return turns.by_group(values, summaries), kl_scale
+
+
+def _by_credit(
+    turns: Turns,
+    rewards: torch.Tensor,
+    totals: torch.Tensor,
+    algorithm: AlgorithmConfig,
+    compare: Callable[..., torch.Tensor],
+) -> torch.Tensor | Sequence[torch.Tensor]:
+    """Return the values of turns, or of tokens, that `algorithm.credit` gives.
+
+    Args:
+        rewards, totals: by turn and by trajectory.
+        compare: the estimator, called with values, their groups and `tokens`.
+    """
+    groups, lengths = turns.groups_of_trajectories, turns.lengths_of_trajectories
+    if algorithm.credit == "token":
+        return turns.token_advantages(compare(totals, groups, tokens=lengths), compare)
+    if algorithm.credit == "turn":
+        return turn_advantages(
+            rewards,
+            turns.trajectories,
+            turns.groups,
+            discount=algorithm.turn_discount,
+            compare=compare,
         )
-    elif weight := algorithm.state_advantage_weight:
-        values = gigpo_advantages(
+    if weight := algorithm.state_advantage_weight:
+        return gigpo_advantages(
             rewards,
             turns.trajectories,
             turns.groups,
             turns.states(weight),
             weight=weight,
-            discount=discount,
+            discount=algorithm.turn_discount,
             compare=compare,
         )
-    else:
-        groups, lengths = turns.groups_of_trajectories, turns.lengths_of_trajectories
-        values = compare(totals, groups, tokens=lengths)[turns.numbers]
-    return turns.by_group(values, summaries), kl_scale
+    return compare(totals, groups, tokens=lengths)[turns.numbers]
 
 
 def _estimated(
