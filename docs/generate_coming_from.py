@@ -1,11 +1,8 @@
-"""Writes docs/coming-from.md, with a table of the most used keys from rlinf_vl/tools/convert/systems:
-`python docs/generate_coming_from.py`. A test compares them."""
+"""Writes docs/coming-from.md: `python docs/generate_coming_from.py`. A test compares them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from rlinf_vl.config.systems import SYSTEMS
-from rlinf_vl.tools.convert.tables import table
 
 PAGE = Path(__file__).with_name("coming-from.md")
 
@@ -67,31 +64,12 @@ NOTES = {
     "rlinf": "Most keys are ours, too. `critic.*`, Megatron and robots have no place here.",
     "skyrl": "Scripts may call others (`run_gsm8k.sh key=value`): those are read, too. So is the `run` of a SkyPilot task.",
 }
-#: Ours of which the table shows all systems' names.
-GLANCE = """
-data.train_data_paths data.rollout_batch_size algorithm.group_size algorithm.n_minibatches data.max_prompt_length
-algorithm.sampling_params.max_new_tokens runner.max_tokens_per_mbs runner.max_steps runner.val_check_interval
-algorithm.adv_type algorithm.loss_agg_func algorithm.clip_ratio_low algorithm.clip_ratio_high algorithm.kl_beta
-algorithm.importance_sampling_fix reward.functions actor.optim.lr
-""".split()
 
 
 def render() -> str:
     """Return the whole page."""
     notes = (f"- **{title}**: {NOTES[name]}\n" for name, title in SYSTEMS.items())
-    return HEAD + "".join(notes) + "".join(_glance())
-
-
-def _glance() -> Iterator[str]:
-    yield "\n## At a glance\n\nAll others: `convert-config --explain KEY`.\n\n"
-    yield f"| here | {' | '.join(SYSTEMS.values())} |\n|{'---|' * (1 + len(SYSTEMS))}\n"
-    for key in GLANCE:
-        cells = []
-        for name in SYSTEMS:
-            theirs = [row.theirs for row in table(name).rows.values() if key in row.to]
-            leaves = dict.fromkeys(one.rpartition(".")[2] for one in theirs)
-            cells.append("the same" if key in theirs else ", ".join(f"`{leaf}`" for leaf in leaves))
-        yield f"| [`{key}`](config.md#{key}) | {' | '.join(cells)} |\n"
+    return HEAD + "".join(notes)
 
 
 if __name__ == "__main__":
