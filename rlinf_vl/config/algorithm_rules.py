@@ -300,19 +300,7 @@ def correction_problems(config: Config) -> Iterator[str]:
             f"the engine's own, so every weight would be 1; {otherwise}, or "
             "importance_sampling_fix=false"
         )
-    if (normalize := algorithm.importance_sampling_normalize) != "none":
-        if not tis:
-            yield (
-                f"algorithm.importance_sampling_normalize: {normalize} normalizes weights that "
-                "there are none of with algorithm.importance_sampling_fix=false; set that true, or "
-                "importance_sampling_normalize=none"
-            )
-        elif old != "start":
-            yield (
-                f"algorithm.importance_sampling_normalize: {normalize} with algorithm.{cause}: the "
-                f"weights change while the mini-batch is trained on; {otherwise}, or "
-                "importance_sampling_normalize=none"
-            )
+    yield from _normalization(algorithm, cause, otherwise)
     if old == "sampler" and (share := algorithm.image_corruption.share):
         yield (
             f"algorithm.image_corruption.share: {share:g} with algorithm.{cause}: the engine's "
@@ -346,6 +334,22 @@ def correction_problems(config: Config) -> Iterator[str]:
                     "the whole one, like the trainer's, and can't correct for that; set "
                     f"{name}={off}, or {remedy}"
                 )
+
+
+def _normalization(algorithm: AlgorithmConfig, cause: str, otherwise: str) -> Iterator[str]:
+    if (normalize := algorithm.importance_sampling_normalize) != "none":
+        if not algorithm.importance_sampling_fix:
+            yield (
+                f"algorithm.importance_sampling_normalize: {normalize} normalizes weights that "
+                "there are none of with algorithm.importance_sampling_fix=false; set that true, or "
+                "importance_sampling_normalize=none"
+            )
+        elif algorithm.old_policy != "start":
+            yield (
+                f"algorithm.importance_sampling_normalize: {normalize} with algorithm.{cause}: the "
+                f"weights change while the mini-batch is trained on; {otherwise}, or "
+                "importance_sampling_normalize=none"
+            )
 
 
 def _bounds(rejection: RejectionConfig) -> Iterator[str]:

@@ -333,47 +333,15 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
         prompt = prompt[: -1 if _last_answer(prompt) is not None else None]
     if not prompt:
         raise ValueError(f"column {key!r}: there is no message before the last answer")
-    read_keys = _MESSAGE_KEYS | ({"weight"} if imitates else set())
     messages: list[Message] = []
     unused_keys: set[str] = set()
     for message in prompt:
-        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
-        fields: dict[str, Any] = {}
-        if is_message:
-            try:
-                fields = message_fields(message)
-            except ValueError as e:
-                raise ValueError(
-                    f"column {key!r}: a message of role {message['role']!r} has {e}"
-                ) from e
-        # A message of calls needs no text.
-        if fields.keys() & {"tool_calls", "reasoning_content"} and message.get("content") is None:
-            message = {**message, "content": ""}
-        if not is_message or "content" not in message:
-            raise ValueError(
-                f"column {key!r}: {_shown(message)} is no chat message with role and content"
-            )
-        role_keys = {*MESSAGE_FIELDS.get(message["role"], ()), *THOUGHT_KEYS}
-        unread = message.keys() - read_keys - role_keys
-        unused_keys |= {name for name in unread if is_set(message[name])}
-        content, parts = message["content"], []
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind is not None:
-                names = part.keys() - _PART_KEYS
-                unused_keys |= {f"content.{name}" for name in names if is_set(part[name])}
-            if kind == "text" and isinstance(part.get("text"), str):
-                _add_marked_text(parts, part["text"])
-            elif kind in _PART_TYPES:
-                parts.append(_media_part(part))
-            else:
-                raise ValueError(
-                    f"column {key!r}: content part {_shown(part)} is neither text nor an image or "
-                    "a video"
-                )
-        messages.append({"role": message["role"], "content": parts} | fields)
-        if imitates and message["role"] == "assistant":
-            messages[-1]["weight"] = message.get("weight")
+        try:
+            parsed_message, unused = _message(message, imitates)
+        except ValueError as e:
+            raise ValueError(f"column {key!r}: {e}") from e
+        messages.append(parsed_message)
+        unused_keys |= unused
     if imitates and messages[-1]["role"] != "assistant":
         raise ValueError(
             f"column {key!r}: the last message is of role {messages[-1]['role']!r}, not 'assistant'"
@@ -390,6 +358,47 @@ def _messages(prompt: Any, form: RowFormat) -> tuple[list[Message], tuple[str, .
     if not any(part["type"] != "text" or part["text"].strip() for part in user_parts):
         raise ValueError(f"column {key!r}: no message of role 'user' says anything")
     return messages, tuple(sorted(unused_keys))
+
+
+def _message(message: Any, imitates: bool) -> tuple[Message, set[str]]:
+    """Return a chat message in our form, and the keys of it and of its parts that nothing reads.
+
+    Raises:
+        ValueError: it is no message, or has a part of another kind.
+    """
+    is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+    fields: dict[str, Any] = {}
+    if is_message:
+        try:
+            fields = message_fields(message)
+        except ValueError as e:
+            raise ValueError(f"a message of role {message['role']!r} has {e}") from e
+    # A message of calls needs no text.
+    if fields.keys() & {"tool_calls", "reasoning_content"} and message.get("content") is None:
+        message = {**message, "content": ""}
+    if not is_message or "content" not in message:
+        raise ValueError(f"{_shown(message)} is no chat message with role and content")
+    role, content = message["role"], message["content"]
+    read_keys = {*_MESSAGE_KEYS, *MESSAGE_FIELDS.get(role, ()), *THOUGHT_KEYS}
+    if imitates:
+        read_keys.add("weight")
+    unused_keys = {name for name in message.keys() - read_keys if is_set(message[name])}
+    parts: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind is not None:
+            names = part.keys() - _PART_KEYS
+            unused_keys |= {f"content.{name}" for name in names if is_set(part[name])}
+        if kind == "text" and isinstance(part.get("text"), str):
+            _add_marked_text(parts, part["text"])
+        elif kind in _PART_TYPES:
+            parts.append(_media_part(part))
+        else:
+            raise ValueError(f"content part {_shown(part)} is neither text nor an image or a video")
+    parsed: Message = {"role": role, "content": parts} | fields
+    if imitates and role == "assistant":
+        parsed["weight"] = message.get("weight")
+    return parsed, unused_keys
 
 
 def _add_marked_text(parts: list[dict[str, Any]], text: str) -> None:
