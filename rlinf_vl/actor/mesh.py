@@ -151,10 +151,10 @@ class Mesh:
         `Family.float32_weights`: a unit computes in one dtype. A single rank on a CPU has all
         weights whole if FSDP2 would not cast them: its hooks take a fifth of a small model's step.
         """
-        whole = self._whole_weights(policy, settings)
+        unsharded_weights = self._whole_weights(policy, settings)
         shards.drop_memory(policy.model, policy.shards)
         # FSDP2 ignores these, so it does not move them either.
-        unsharded = set(map(id, whole))
+        unsharded = set(map(id, unsharded_weights))
         policy._apply(lambda value: value.to(self.device) if id(value) in unsharded else value)
         options: dict[str, Any] = {
             "mesh": self.sharding,
@@ -166,7 +166,7 @@ class Mesh:
                 # what is float32 on purpose, as in the engine: the vision blocks' rotary tables.
                 cast_forward_inputs=False,
             ),
-            "ignored_params": set(whole),
+            "ignored_params": set(unsharded_weights),
             "offload_policy": fsdp.CPUOffloadPolicy()
             if settings.cpu_offload
             else fsdp.OffloadPolicy(),
