@@ -112,6 +112,7 @@ def micro_batch_loss(
         version=version,
         columns=_Columns(batch.columns, device),
         minibatch=minibatch,
+        is_part=True,
         **_bounds(algorithm),
         **segments,
     )

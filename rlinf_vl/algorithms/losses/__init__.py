@@ -6,7 +6,7 @@ A file has, in this order:
   docs/algorithms.md shows formula and source (`docs/generate_algorithm_tables.py`);
 - `DEFAULTS`: the keys of `algorithm` that the loss sets where they are null, from its paper;
 - `CLIPS`: the keys `algorithm.clip_ratio_*` that it reads; setting another one is refused;
-- `NEEDS_MINIBATCH`: True if it reads `LossInputs.minibatch`;
+- `NEEDS_MINIBATCH`: True if it calls `LossInputs.minibatch_tokens`;
 - `loss(inputs)`: the formula, from `LossInputs` to the loss of each token.
 
 Its name in `algorithm.loss_type` is the file's.
@@ -83,6 +83,7 @@ class LossInputs:
         columns: further values of each token by name, `[T, …]` (`TokenSequence.columns`).
         clip_low, clip_high, clip_c: `algorithm.clip_ratio_low` and so on.
         minibatch: all tokens of the mini-batch, for losses with `NEEDS_MINIBATCH`.
+        is_part: whether these tokens may be a part of a mini-batch only, as in training.
         measurements: those that `log` has added.
     """
 
@@ -105,6 +106,7 @@ class LossInputs:
     clip_high: float | None = None
     clip_c: float | None = None
     minibatch: MiniBatchTokens | None = None
+    is_part: bool = False
     measurements: Measurements = field(default_factory=Measurements, compare=False)
 
     def start(self) -> torch.Tensor:
@@ -112,9 +114,18 @@ class LossInputs:
         return self.old_logprobs if self.start_logprobs is None else self.start_logprobs
 
     def minibatch_tokens(self) -> MiniBatchTokens:
-        """Return all tokens of the mini-batch; those of the call inside the mask if that is all."""
+        """Return all tokens of the mini-batch; those of the call inside the mask if that is all.
+
+        Raises:
+            ValueError: the loss did not ask for them.
+        """
         if self.minibatch is not None:
             return self.minibatch
+        if self.is_part:
+            raise ValueError(
+                "minibatch_tokens: training gathers the tokens of a mini-batch only for a loss that "
+                "asks for them; write NEEDS_MINIBATCH = True in the file of the loss"
+            )
         rollout = self.start() if self.rollout_logprobs is None else self.rollout_logprobs
         return MiniBatchTokens(
             self.advantages[self.mask], self.start()[self.mask], rollout[self.mask]

@@ -9,9 +9,11 @@ import torch
 
 from rlinf_vl.actor.loss import micro_batch_loss
 from rlinf_vl.actor.terms import Passes
+from rlinf_vl.algorithms.losses import MiniBatchTokens
 from rlinf_vl.config.presets import with_presets
 from rlinf_vl.config.schema import AlgorithmConfig
 from rlinf_vl.config.schema.algorithm import RejectionConfig
+from rlinf_vl.errors import RunError
 from rlinf_vl.observe.metrics import MetricSums
 from rlinf_vl.types import MicroBatch
 
@@ -230,3 +232,21 @@ def test_what_a_loss_logs_is_a_mean_over_all_tokens_however_they_are_packed():
         computed = metrics(*cuts)
         assert computed["loss/up"] == pytest.approx(up, rel=1e-6)
         assert computed["loss/logprob"] == pytest.approx(float(logprobs.mean()), rel=1e-6)
+
+
+def test_a_loss_that_did_not_ask_for_its_mini_batch_is_told_how():
+    """A micro-batch's tokens in their place would make the loss depend on the packing."""
+
+    def mean_of_all(inputs):
+        return inputs.logprobs - inputs.minibatch_tokens().start_logprobs.mean()
+
+    algorithm = with_presets(
+        AlgorithmConfig(loss_type="mine.py:mean_of_all", importance_sampling_fix=False)
+    )
+    logprobs = torch.tensor([-1.0, -2.0])
+    arguments = (torch.zeros(2), logprobs, Passes(), batch_of([0, 1], [1.0, -1.0]), algorithm, 4)
+    with pytest.raises(RunError, match="NEEDS_MINIBATCH = True"):
+        micro_batch_loss(logprobs, *arguments, mean_of_all)
+    tokens = MiniBatchTokens(torch.zeros(4), torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.zeros(4))
+    loss, _ = micro_batch_loss(logprobs, *arguments, mean_of_all, minibatch=tokens)
+    assert loss.item() == pytest.approx((1.5 + 0.5) / 4)
