@@ -174,9 +174,12 @@ class Turns:
     def _rewards_of_tokens(self) -> Sequence[torch.Tensor]:
         """Return the reward of each token of each trajectory, float64; 0 without one."""
         lengths = self.lengths_of_trajectories
+        trajectories = as_whole([n for n, _, _ in self.token_rewards])
+        tokens = as_whole([token for _, token, _ in self.token_rewards])
+        values = as_double([value for _, _, value in self.token_rewards])
+        first_tokens = lengths.cumsum(0) - lengths
         rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
-        for n, token, value in self.token_rewards:
-            rewards[int(lengths[:n].sum()) + token] += value
+        rewards.index_add_(0, first_tokens[trajectories] + tokens, values)
         return rewards.split(lengths.tolist())
 
     def states(self, weight: float) -> list[str | None]:
