@@ -25,7 +25,7 @@ from plain_step import (
 )
 from rank_processes import RankProcesses
 from tiny import IMAGE_ID, tiny_policy, tiny_trainer
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlinf_vl.types import GroupSummary
 
@@ -162,8 +162,10 @@ def train(layout: Layout, kind: str):
     )
     weights = dict(trainer.policy.model.named_parameters())
     for name, value in adapter_values((n, tuple(p.shape)) for n, p in weights.items()).items():
-        sharded = weights[name]
-        sharded.data.copy_(distribute_tensor(value, sharded.device_mesh, sharded.placements))
+        weight = weights[name].data
+        if isinstance(weight, DTensor):
+            value = distribute_tensor(value, weight.device_mesh, weight.placements)
+        weight.copy_(value)
     trainer.optimizer = torch.optim.SGD(
         [p for p in trainer.policy.parameters() if p.requires_grad], lr=LR
     )
