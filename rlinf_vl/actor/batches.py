@@ -142,13 +142,21 @@ class BatchMaker:
 
         def micro_batches() -> Iterator[MicroBatch]:
             for items, vision in zip(mini.micro_batches, mini.run_vision, strict=True):
-                members = [
-                    Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items
-                ]
+                members = _members(items, groups, advantages)
                 yield self._collate(members, run_vision=vision and self.cache is None)
 
         for batch in prefetched(micro_batches()):
             yield batch, self.cache.get(batch.images) if self.cache and batch.images else None
+
+    def without_pixels(
+        self, mini: RankMiniBatch, groups: Mapping[int, Group], advantages: Advantages
+    ) -> list[MicroBatch]:
+        """Return the micro-batches of `mini` for what reads their tokens alone: no image is read."""
+        collate = replace(self.collate, pixels=None)
+        return [
+            collate(_members(items, groups, advantages), run_vision=False)
+            for items in mini.micro_batches
+        ]
 
     def prepare(self, groups: Iterable[Group]) -> None:
         """Encode the images of `groups` that the cache lacks; another thread makes the next pixels.
@@ -184,6 +192,13 @@ class BatchMaker:
                 if names:
                     self.cache.put(names, features, self.collate.image_tokens(grids).tolist())
         reshard_all(self.policy)
+
+
+def _members(
+    items: Sequence[Item], groups: Mapping[int, Group], advantages: Advantages
+) -> list[Member]:
+    """Return the trajectories of a micro-batch with their groups and advantages."""
+    return [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
 
 
 def _chunks(

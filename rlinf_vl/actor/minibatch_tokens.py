@@ -5,39 +5,28 @@ They are gathered from all ranks before the first micro-batch, so what a loss ch
 depend on how trajectories are packed.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.batch_types import Advantages, RankMiniBatch
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.algorithms.losses import MiniBatchTokens
-from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.types import Group
+from rlinf_vl.types import MicroBatch
 
 
 def minibatch_tokens(
-    collate: Collator,
-    mini: RankMiniBatch,
-    groups: Mapping[int, Group],
-    advantages: Advantages,
-    start_logprobs: Sequence[torch.Tensor],
-    mesh: Mesh,
+    batches: Sequence[MicroBatch], start_logprobs: Sequence[torch.Tensor], mesh: Mesh
 ) -> MiniBatchTokens:
     """Return the tokens of all ranks in one mini-batch, on the rank's device. Collective.
 
     Args:
-        collate: makes the policy's micro-batches; their pixels are not made.
+        batches: this rank's micro-batches, with or without pixels.
         start_logprobs: by micro-batch, float32 [R], of the weights before the step.
     """
-    collate = replace(collate, pixels=None)
     rows: list[np.ndarray] = [np.zeros((3, 0), np.float32)]
-    for items, logprobs in zip(mini.micro_batches, start_logprobs, strict=True):
-        members = [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
-        batch = collate(members, run_vision=False)
+    for batch, logprobs in zip(batches, start_logprobs, strict=True):
         start = logprobs.float().cpu().numpy()
         sampled = start if batch.rollout_logprobs is None else batch.rollout_logprobs
         rows.append(np.stack([batch.advantages, start, sampled]))

@@ -362,13 +362,14 @@ class Trainer:
 
         Collective.
         """
-        collate, means, tokens = self.batches.collate, dict[int, float](), None
-        if self.algorithm.importance_sampling_normalize != "none":
-            means = weight_means(
-                collate, mini, groups, advantages, start_logprobs, self.algorithm, self.mesh
-            )
-        if self._needs_minibatch:
-            tokens = minibatch_tokens(collate, mini, groups, advantages, start_logprobs, self.mesh)
+        means, tokens = dict[int, float](), None
+        normalizes = self.algorithm.importance_sampling_normalize != "none"
+        if normalizes or self._needs_minibatch:
+            batches = self.batches.without_pixels(mini, groups, advantages)
+            if normalizes:
+                means = weight_means(batches, mini, start_logprobs, self.algorithm, self.mesh)
+            if self._needs_minibatch:
+                tokens = minibatch_tokens(batches, start_logprobs, self.mesh)
         return means, tokens
 
     def _expert_load(self) -> ExpertLoad | None:

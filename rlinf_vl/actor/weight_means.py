@@ -5,29 +5,25 @@ They are exact over all micro-batches and ranks, and known before the first micr
 weights compare the engine with the weights before the step.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from rlinf_vl.actor.batch_types import Advantages, RankMiniBatch
+from rlinf_vl.actor.batch_types import RankMiniBatch
 from rlinf_vl.actor.loss import engine_weights, segments_of
 from rlinf_vl.actor.mesh import Mesh
 from rlinf_vl.algorithms import weight_totals
 from rlinf_vl.config.schema import AlgorithmConfig
-from rlinf_vl.packing.collator import Collator, Member
-from rlinf_vl.types import Group
+from rlinf_vl.types import MicroBatch
 
 #: Least mean that weights are divided by: below it, none of them says anything.
 MIN_MEAN = 1e-8
 
 
 def weight_means(
-    collate: Collator,
+    batches: Sequence[MicroBatch],
     mini: RankMiniBatch,
-    groups: Mapping[int, Group],
-    advantages: Advantages,
     start_logprobs: Sequence[torch.Tensor],
     algorithm: AlgorithmConfig,
     mesh: Mesh,
@@ -38,15 +34,13 @@ def weight_means(
     where these have weights of their own, else over sequences.
 
     Args:
-        collate: makes the policy's micro-batches; their pixels are not made.
+        batches: this rank's micro-batches of `mini`, with or without pixels.
         start_logprobs: by micro-batch, float32 [R], of the weights before the step.
     """
-    # The part of a row that a rank computes has all that is needed of the whole row.
-    collate = replace(collate, pixels=None)
+    by_groups = algorithm.importance_sampling_normalize == "group"
     by_group: dict[int, list[float]] = {}
-    for items, logprobs in zip(mini.micro_batches, start_logprobs, strict=True):
-        members = [Member(groups[i.group], i.index, advantages[i.group][i.index]) for i in items]
-        batch = collate(members, run_vision=False)
+    # The part of a row that a rank computes has all that is needed of the whole row.
+    for batch, items, logprobs in zip(batches, mini.micro_batches, start_logprobs, strict=True):
         weights = engine_weights(batch, logprobs, algorithm)
         assert weights is not None, "validation asks for importance_sampling_fix"
         totals, counts = weight_totals(
@@ -66,11 +60,9 @@ def weight_means(
     merged: dict[int, list[float]] = {}
     for part in parts:
         for group, (total, count) in part.items():
-            key = group if algorithm.importance_sampling_normalize == "group" else 0
-            sums = merged.setdefault(key, [0.0, 0.0])
+            sums = merged.setdefault(group if by_groups else 0, [0.0, 0.0])
             sums[0] += total
             sums[1] += count
     means = {key: total / max(1.0, count) for key, (total, count) in merged.items()}
     means = {key: mean if mean > MIN_MEAN else 1.0 for key, mean in means.items()}
-    by_groups = algorithm.importance_sampling_normalize == "group"
     return {group: means[group if by_groups else 0] for group in by_group}
