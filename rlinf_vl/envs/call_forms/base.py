@@ -125,7 +125,7 @@ def typed_value(text: str, schema: Any) -> Any:
     """
     types = set(_types(schema))
     if not types and isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
-        return next((item for item in schema["enum"] if _plain(item) == text), text)
+        return next((item for item in schema["enum"] if untyped_text(item) == text), text)
     words = text.strip()
     if words in _PYTHON_CONSTANTS:
         value = _PYTHON_CONSTANTS[words]
@@ -147,10 +147,6 @@ def typed_value(text: str, schema: Any) -> Any:
 def untyped_text(value: Any) -> str:
     """Return an argument as forms without quotes write it: a text as it is, else JSON."""
     return value if isinstance(value, str) else to_json(value)
-
-
-def _plain(item: Any) -> str:
-    return untyped_text(item)
 
 
 def _types(schema: Any) -> Iterator[str]:

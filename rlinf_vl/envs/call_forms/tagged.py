@@ -13,6 +13,7 @@ and later the third.
 """
 
 import re
+from abc import abstractmethod
 from typing import Any
 
 from rlinf_vl.envs.call_forms.base import (
@@ -88,11 +89,11 @@ class _InnerTags(CallForm):
             start = text.find(OPEN, following)
         return calls
 
+    @abstractmethod
     def _read_call(
         self, text: str, begin: int, tools: Tools
     ) -> tuple[dict[str, Any] | None, int, str | None]:
         """Read the call behind an opening tag; return (value, its end, the reason for none)."""
-        raise NotImplementedError
 
 
 class ParameterCalls(_InnerTags):

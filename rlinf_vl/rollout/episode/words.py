@@ -27,7 +27,8 @@ THOUGHT_MARKS = (
 MAX_SHOWN = 600
 _QUESTION: Message = {"role": "user", "content": "QUESTION"}
 _CONTENT, _THOUGHT, _RESULT = "CONTENT", "THOUGHT", "RESULT"
-_PROPERTIES: dict[str, Any] = {
+#: The JSON Schemas of the parameters of tools that try out a template, by name.
+PROBE_SCHEMAS: dict[str, dict[str, Any]] = {
     "text": {"type": "string"},
     "count": {"type": "integer"},
     "share": {"type": "number"},
@@ -35,17 +36,24 @@ _PROPERTIES: dict[str, Any] = {
     "place": {"type": "object"},
     "points": {"type": "array"},
 }
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A tool to try out the chat template.",
-            "parameters": {"type": "object", "properties": _PROPERTIES, "required": []},
-        },
-    }
-    for name in ("probe_one", "probe_two")
-]
+
+
+def probe_tools(*names: str) -> list[dict[str, Any]]:
+    """Return descriptions of tools of these names, whose parameters are `PROBE_SCHEMAS`."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "A tool to try out the chat template.",
+                "parameters": {"type": "object", "properties": PROBE_SCHEMAS, "required": []},
+            },
+        }
+        for name in names
+    ]
+
+
+_TOOLS = probe_tools("probe_one", "probe_two")
 #: The replies to try out: calls, each (name, arguments).
 _REPLIES: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
     (("probe_one", {"text": "a word"}),),

@@ -13,29 +13,12 @@ from rlinf_vl.models.family import Family
 from rlinf_vl.models.processing import Processor
 from rlinf_vl.rollout.episode.observation import Observation
 from rlinf_vl.rollout.episode.renderer import Renderer
+from rlinf_vl.rollout.episode.words import PROBE_SCHEMAS, probe_tools
 from rlinf_vl.types import Message
 
 #: The number of random conversations.
 CONVERSATIONS = 200
-_SCHEMAS: dict[str, dict[str, Any]] = {
-    "text": {"type": "string"},
-    "count": {"type": "integer"},
-    "share": {"type": "number"},
-    "flag": {"type": "boolean"},
-    "place": {"type": "object"},
-    "points": {"type": "array"},
-}
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A tool.",
-            "parameters": {"type": "object", "properties": _SCHEMAS},
-        },
-    }
-    for name in ("look", "measure_side")
-]
+_TOOLS = probe_tools("look", "measure_side")
 _TEXTS = (
     "AB",
     "12",
@@ -93,8 +76,8 @@ def _answer(renderer: Renderer, rng: random.Random, n_calls: int) -> Message:
     """Return a random answer with as many calls, and all that the template shows beside them."""
     calls = []
     for number in range(n_calls):
-        names = rng.sample(list(_SCHEMAS), rng.randint(0, len(_SCHEMAS)))
-        arguments = {name: _value(_SCHEMAS[name]["type"], rng) for name in names}
+        names = rng.sample(list(PROBE_SCHEMAS), rng.randint(0, len(PROBE_SCHEMAS)))
+        arguments = {name: _value(PROBE_SCHEMAS[name]["type"], rng) for name in names}
         function = {"name": rng.choice(_TOOLS)["function"]["name"], "arguments": arguments}
         calls.append({"type": "function", "id": f"call0000{number}", "function": function})
     content = rng.choice(["", "I look."]) if renderer.words.shows_content_beside_calls else ""
